@@ -1,0 +1,550 @@
+//! The Python face: converts arguments and results, and decides nothing.
+//!
+//! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls.
+
+mod buffers;
+mod errors;
+mod results;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+use crate::{
+    GuardError, Guarded, InsertArgs, InsertHostArgs, Namespace, NodeId, Tree, TreeConfig, WritePolicy,
+    policy_names,
+};
+use buffers::{NodeArg, NodeList, Whole, Words, digests, page_ids};
+use errors::{argument_error, lock_error, poisoned_error, tree_error};
+use results::{
+    Ack, BackupDone, BackupPlan, Evicted, HostEvicted, HostInserted, HostLockReceipt, Inserted, LoadBackPlan,
+    LockReceipt, Match, NodeInfo, Pin, digest_array, event_object,
+};
+
+/// Work from which a call lets other Python threads run: about 200 µs of it. Below that, waiting for the
+/// interpreter's lock again can cost more than the call.
+const LONG_TOKENS: usize = 1 << 20;
+const LONG_HASHES: usize = 1 << 16;
+const LONG_PAGES: usize = 2_000;
+
+type TreeResult<T> = std::result::Result<T, crate::Error>;
+
+#[pyclass(frozen, module = "unified_cache")]
+struct PrefixTree {
+    tree: Guarded<Tree>,
+}
+
+impl PrefixTree {
+    /// Runs a call on the tree; a long one without the interpreter's lock.
+    fn run<R: Send>(&self, py: Python<'_>, long: bool, call: impl FnOnce(&mut Tree) -> R + Send) -> PyResult<R> {
+        let done = if long {
+            py.detach(|| self.tree.run(call))
+        } else {
+            let mut call = Some(call);
+            let tried = self.tree.try_run(|tree| call.take().map(|call| call(tree)));
+            match (tried, call) {
+                (Some(done), _) => done.map(|result| result.expect("the call was there")),
+                // Another thread is in a long call: wait for it without the interpreter's lock.
+                (None, Some(call)) => py.detach(|| self.tree.run(call)),
+                (None, None) => unreachable!("a call that was not tried was not taken"),
+            }
+        };
+        done.map_err(|error| guard_error(py, &error))
+    }
+
+    /// The same for calls that can fail.
+    fn try_run<R: Send>(
+        &self,
+        py: Python<'_>,
+        long: bool,
+        call: impl FnOnce(&mut Tree) -> TreeResult<R> + Send,
+    ) -> PyResult<R> {
+        self.run(py, long, call)?.map_err(|error| tree_error(py, error))
+    }
+
+    fn number<R: Send>(&self, py: Python<'_>, read: impl FnOnce(&Tree) -> R + Send) -> PyResult<R> {
+        self.run(py, false, |tree| read(tree))
+    }
+}
+
+fn guard_error(py: Python<'_>, error: &GuardError) -> PyErr {
+    match error {
+        GuardError::Panicked(text) => poisoned_error(
+            py,
+            format!("internal error in the tree: {text}; it is refused from now on, reset() makes it usable again"),
+        ),
+        GuardError::Poisoned => {
+            poisoned_error(py, "an earlier call failed inside; reset() makes the tree usable again".to_owned())
+        }
+    }
+}
+
+fn namespace<'a>(extra_key: Option<&'a str>, cache_salt: Option<&'a str>) -> Namespace<'a> {
+    Namespace { extra_key, cache_salt }
+}
+
+/// The ack behind a Python object.
+fn ack_of(ack: &Bound<'_, PyAny>) -> PyResult<crate::Ack> {
+    match ack.cast::<Ack>() {
+        Ok(ack) => Ok(ack.get().0),
+        Err(_) => Err(lock_error(ack.py(), format!("ack is {}, not an ack of this tree", show(ack)))),
+    }
+}
+
+/// A short text for messages.
+fn show(object: &Bound<'_, PyAny>) -> String {
+    let text = object.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+    if text.chars().count() > 60 { format!("{}...", text.chars().take(57).collect::<String>()) } else { text }
+}
+
+fn policy_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<Vec<(String, i64)>> {
+    let Some(options) = options else { return Ok(Vec::new()) };
+    let mut pairs = Vec::with_capacity(options.len());
+    for (key, value) in options {
+        let Ok(name) = key.extract::<String>() else {
+            return Err(argument_error(options.py(), format!("policy_options has key {}, a str is needed", show(&key))));
+        };
+        let Ok(number) = value.extract::<i64>() else {
+            let text = format!("policy_options[{name:?}] is {}, a whole number is needed", show(&value));
+            return Err(argument_error(options.py(), text));
+        };
+        pairs.push((name, number));
+    }
+    Ok(pairs)
+}
+
+#[pymethods]
+impl PrefixTree {
+    #[new]
+    #[pyo3(
+        signature = (page_size=Whole(1), *, eviction_policy="lru", policy_options=None, write_policy=Some("write_through"),
+                     write_through_threshold=None, bigram=false, events=false, event_capacity=Whole(65_536), pin_capacity=None),
+        text_signature = "(page_size=1, *, eviction_policy='lru', policy_options=None, write_policy='write_through', \
+                          write_through_threshold=None, bigram=False, events=False, event_capacity=65536, pin_capacity=None)"
+    )]
+    #[allow(clippy::too_many_arguments)] // one a setting
+    fn new(
+        py: Python<'_>,
+        page_size: Whole,
+        eviction_policy: &str,
+        policy_options: Option<&Bound<'_, PyDict>>,
+        write_policy: Option<&str>,
+        write_through_threshold: Option<Whole>,
+        bigram: bool,
+        events: bool,
+        event_capacity: Whole,
+        pin_capacity: Option<Whole>,
+    ) -> PyResult<Self> {
+        let write_policy =
+            write_policy.map(WritePolicy::from_name).transpose().map_err(|error| tree_error(py, error))?;
+        let page_size = page_size.0;
+        let config = TreeConfig {
+            page_size: usize::try_from(page_size).map_err(|_| {
+                argument_error(py, format!("page_size is {page_size}, allowed is 1 to 256"))
+            })?,
+            eviction_policy: eviction_policy.to_owned(),
+            policy_options: self::policy_options(policy_options)?,
+            write_policy,
+            write_through_threshold: match write_through_threshold {
+                None => None,
+                Some(value) => Some(value.at_least(py, "write_through_threshold", 1)? as u64),
+            },
+            bigram,
+            events,
+            event_capacity: event_capacity.at_least(py, "event_capacity", 1)?,
+            pin_capacity: match pin_capacity {
+                None => None,
+                Some(value) => Some(value.at_least(py, "pin_capacity", 0)? as u64),
+            },
+        };
+        let tree = Tree::new(config).map_err(|error| tree_error(py, error))?;
+        Ok(Self { tree: Guarded::new(tree) })
+    }
+
+    #[pyo3(signature = (tokens, *, extra_key=None, cache_salt=None, include_evicted=true))]
+    fn match_prefix(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra_key: Option<&str>,
+        cache_salt: Option<&str>,
+        include_evicted: bool,
+    ) -> PyResult<Match> {
+        let words = Words::of(tokens, "tokens")?;
+        let space = namespace(extra_key, cache_salt);
+        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
+            tree.match_prefix(words.tokens(), space, include_evicted)
+        })
+        .map(Match)
+    }
+
+    #[pyo3(signature = (tokens, *, extra_key=None, cache_salt=None, include_evicted=true))]
+    fn peek_prefix(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra_key: Option<&str>,
+        cache_salt: Option<&str>,
+        include_evicted: bool,
+    ) -> PyResult<Match> {
+        let words = Words::of(tokens, "tokens")?;
+        let space = namespace(extra_key, cache_salt);
+        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
+            tree.peek_prefix(words.tokens(), space, include_evicted)
+        })
+        .map(Match)
+    }
+
+    #[pyo3(signature = (keys, *, extra_keys=None, cache_salts=None))]
+    fn match_prefixes(
+        &self,
+        py: Python<'_>,
+        keys: Vec<Bound<'_, PyAny>>,
+        extra_keys: Option<Vec<Option<String>>>,
+        cache_salts: Option<Vec<Option<String>>>,
+    ) -> PyResult<Vec<Match>> {
+        for (name, list) in [("extra_keys", &extra_keys), ("cache_salts", &cache_salts)] {
+            if let Some(list) = list
+                && list.len() != keys.len()
+            {
+                let text = format!("{name} has {} entries, keys has {}", list.len(), keys.len());
+                return Err(argument_error(py, text));
+            }
+        }
+        let words = keys
+            .iter()
+            .enumerate()
+            .map(|(at, key)| Words::of(key, &format!("keys[{at}]")))
+            .collect::<PyResult<Vec<_>>>()?;
+        fn part(list: Option<&Vec<Option<String>>>, at: usize) -> Option<&str> {
+            list.and_then(|list| list[at].as_deref())
+        }
+        let queue: Vec<_> = words
+            .iter()
+            .enumerate()
+            .map(|(at, words)| {
+                (words.tokens(), namespace(part(extra_keys.as_ref(), at), part(cache_salts.as_ref(), at)))
+            })
+            .collect();
+        let total: usize = words.iter().map(Words::len).sum();
+        let matches = self.try_run(py, total >= LONG_TOKENS, |tree| tree.match_prefixes(&queue))?;
+        Ok(matches.into_iter().map(Match).collect())
+    }
+
+    #[pyo3(
+        signature = (tokens, pages, *, prev_prefix_len=Whole(0), inserted_len=Whole(0), extra_key=None, cache_salt=None,
+                     priority=Whole(0), chunked=false),
+        text_signature = "($self, tokens, pages, *, prev_prefix_len=0, inserted_len=0, extra_key=None, cache_salt=None, \
+                          priority=0, chunked=False)"
+    )]
+    #[allow(clippy::too_many_arguments)] // what the tree must know of the request
+    fn insert(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        pages: &Bound<'_, PyAny>,
+        prev_prefix_len: Whole,
+        inserted_len: Whole,
+        extra_key: Option<&str>,
+        cache_salt: Option<&str>,
+        priority: Whole,
+        chunked: bool,
+    ) -> PyResult<Inserted> {
+        let words = Words::of(tokens, "tokens")?;
+        let pages = page_ids(pages, "pages")?;
+        let prev_prefix_len = prev_prefix_len.at_least(py, "prev_prefix_len", 0)?;
+        let inserted_len = inserted_len.at_least(py, "inserted_len", 0)?;
+        let space = namespace(extra_key, cache_salt);
+        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
+            tree.insert(InsertArgs {
+                tokens: words.tokens(),
+                pages: pages.as_slice(),
+                prev_prefix_len,
+                inserted_len,
+                namespace: space,
+                priority: priority.0,
+                chunked,
+            })
+        })
+        .map(Inserted)
+    }
+
+    fn inc_lock_ref(&self, py: Python<'_>, node: NodeArg) -> PyResult<LockReceipt> {
+        self.try_run(py, false, |tree| tree.inc_lock_ref(node.0)).map(LockReceipt)
+    }
+
+    fn dec_lock_ref(&self, py: Python<'_>, lock: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Ok(receipt) = lock.cast::<LockReceipt>() else {
+            return Err(lock_error(py, format!("lock is {}, not a receipt of inc_lock_ref", show(lock))));
+        };
+        let receipt = &mut receipt.try_borrow_mut()?.0;
+        self.try_run(py, false, |tree| tree.dec_lock_ref(receipt))
+    }
+
+    fn inc_host_lock_ref(&self, py: Python<'_>, node: NodeArg) -> PyResult<HostLockReceipt> {
+        self.try_run(py, false, |tree| tree.inc_host_lock_ref(node.0)).map(HostLockReceipt)
+    }
+
+    fn dec_host_lock_ref(&self, py: Python<'_>, lock: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Ok(receipt) = lock.cast::<HostLockReceipt>() else {
+            return Err(lock_error(py, format!("lock is {}, not a receipt of inc_host_lock_ref", show(lock))));
+        };
+        let receipt = &mut receipt.try_borrow_mut()?.0;
+        self.try_run(py, false, |tree| tree.dec_host_lock_ref(receipt))
+    }
+
+    #[pyo3(signature = (num_pages, *, host_room=None))]
+    fn evict(&self, py: Python<'_>, num_pages: Whole, host_room: Option<Whole>) -> PyResult<Evicted> {
+        let num_pages = num_pages.at_least(py, "num_pages", 0)?;
+        let host_room = host_room.map(|room| room.at_least(py, "host_room", 0)).transpose()?;
+        self.run(py, num_pages >= LONG_PAGES, |tree| tree.evict(num_pages, host_room)).map(Evicted)
+    }
+
+    fn drop(&self, py: Python<'_>, nodes: NodeList) -> PyResult<Evicted> {
+        self.try_run(py, false, |tree| tree.drop_nodes(&nodes.0)).map(Evicted)
+    }
+
+    fn evict_host(&self, py: Python<'_>, num_pages: Whole) -> PyResult<HostEvicted> {
+        let num_pages = num_pages.at_least(py, "num_pages", 0)?;
+        self.run(py, num_pages >= LONG_PAGES, |tree| tree.evict_host(num_pages)).map(HostEvicted)
+    }
+
+    fn plan_backup(&self, py: Python<'_>, nodes: NodeList) -> PyResult<BackupPlan> {
+        self.run(py, false, |tree| tree.plan_backup(&nodes.0)).map(BackupPlan)
+    }
+
+    fn begin_backup(&self, py: Python<'_>, nodes: NodeList, host_pages: &Bound<'_, PyAny>) -> PyResult<Ack> {
+        let pages = page_ids(host_pages, "host_pages")?;
+        self.try_run(py, false, |tree| tree.begin_backup(&nodes.0, pages.as_slice())).map(Ack)
+    }
+
+    fn finish_backup(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<BackupDone> {
+        let ack = ack_of(ack)?;
+        self.try_run(py, false, |tree| tree.finish_backup(ack)).map(BackupDone)
+    }
+
+    fn cancel_backup<'py>(&self, py: Python<'py>, ack: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let ack = ack_of(ack)?;
+        let pages = self.try_run(py, false, |tree| tree.cancel_backup(ack))?;
+        Ok(results::page_array(py, pages))
+    }
+
+    fn plan_load_back(slf: &Bound<'_, Self>, node: NodeArg) -> PyResult<LoadBackPlan> {
+        let plan = slf.get().try_run(slf.py(), false, |tree| tree.plan_load_back(node.0))?;
+        Ok(LoadBackPlan { plan, tree: slf.clone().unbind() })
+    }
+
+    fn begin_load_back(
+        &self,
+        py: Python<'_>,
+        plan: &Bound<'_, PyAny>,
+        device_pages: &Bound<'_, PyAny>,
+    ) -> PyResult<Ack> {
+        let Ok(plan) = plan.cast::<LoadBackPlan>() else {
+            return Err(lock_error(py, format!("plan is {}, not a plan of plan_load_back", show(plan))));
+        };
+        let pages = page_ids(device_pages, "device_pages")?;
+        let plan = &mut plan.try_borrow_mut()?.plan;
+        self.try_run(py, false, |tree| tree.begin_load_back(plan, pages.as_slice())).map(Ack)
+    }
+
+    fn finish_load_back(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ack = ack_of(ack)?;
+        self.try_run(py, false, |tree| tree.finish_load_back(ack))
+    }
+
+    fn cancel_load_back<'py>(&self, py: Python<'py>, ack: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let ack = ack_of(ack)?;
+        let pages = self.try_run(py, false, |tree| tree.cancel_load_back(ack))?;
+        Ok(results::page_array(py, pages))
+    }
+
+    #[pyo3(signature = (anchor, tokens, host_pages, *, hashes=None, extra_key=None, cache_salt=None))]
+    #[allow(clippy::too_many_arguments)] // what is inserted, and where
+    fn insert_host(
+        &self,
+        py: Python<'_>,
+        anchor: NodeArg,
+        tokens: &Bound<'_, PyAny>,
+        host_pages: &Bound<'_, PyAny>,
+        hashes: Option<&Bound<'_, PyAny>>,
+        extra_key: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<HostInserted> {
+        let words = Words::of(tokens, "tokens")?;
+        let pages = page_ids(host_pages, "host_pages")?;
+        let hashes = hashes.map(|hashes| digests(hashes, "hashes")).transpose()?;
+        let space = namespace(extra_key, cache_salt);
+        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
+            tree.insert_host(InsertHostArgs {
+                anchor: anchor.0,
+                tokens: words.tokens(),
+                host_pages: pages.as_slice(),
+                hashes: hashes.as_deref(),
+                namespace: space,
+            })
+        })
+        .map(HostInserted)
+    }
+
+    #[pyo3(signature = (node, expires_at=None))]
+    fn pin(&self, py: Python<'_>, node: NodeArg, expires_at: Option<f64>) -> PyResult<Pin> {
+        self.try_run(py, false, |tree| tree.pin(node.0, expires_at)).map(Pin)
+    }
+
+    fn unpin(&self, py: Python<'_>, pin: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Ok(pin) = pin.cast::<Pin>() else {
+            return Err(lock_error(py, format!("pin is {}, not a pin of this tree", show(pin))));
+        };
+        let pin = pin.get().0;
+        self.try_run(py, false, |tree| tree.unpin(pin))
+    }
+
+    fn expire_pins(&self, py: Python<'_>, now: f64) -> PyResult<usize> {
+        self.run(py, false, |tree| tree.expire_pins(now))
+    }
+
+    fn node_info(&self, py: Python<'_>, node: NodeArg) -> PyResult<NodeInfo> {
+        self.try_run(py, false, |tree| tree.node_info(node.0)).map(NodeInfo)
+    }
+
+    fn page_hashes<'py>(&self, py: Python<'py>, node: NodeArg) -> PyResult<Bound<'py, PyAny>> {
+        digest_array(py, &self.try_run(py, true, |tree| tree.page_hashes(node.0))?)
+    }
+
+    fn prefix_hashes<'py>(&self, py: Python<'py>, node: NodeArg) -> PyResult<Bound<'py, PyAny>> {
+        digest_array(py, &self.try_run(py, true, |tree| tree.prefix_hashes(node.0))?)
+    }
+
+    #[getter]
+    fn root(&self, py: Python<'_>) -> PyResult<NodeId> {
+        self.number(py, Tree::root)
+    }
+
+    #[getter]
+    fn page_size(&self, py: Python<'_>) -> PyResult<usize> {
+        self.number(py, Tree::page_size)
+    }
+
+    #[getter]
+    fn evictable_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::evictable_tokens)
+    }
+
+    #[getter]
+    fn protected_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::protected_tokens)
+    }
+
+    #[getter]
+    fn device_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::device_tokens)
+    }
+
+    #[getter]
+    fn host_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::host_tokens)
+    }
+
+    #[getter]
+    fn pending_host_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::pending_host_tokens)
+    }
+
+    #[getter]
+    fn pinned_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::pinned_tokens)
+    }
+
+    #[getter]
+    fn page_hash_count(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::page_hash_count)
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.number(py, Tree::len)
+    }
+
+    /// An empty tree is a tree.
+    #[allow(clippy::unused_self)]
+    fn __bool__(&self) -> bool {
+        true
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        self.number(py, |tree| {
+            format!(
+                "<PrefixTree: {} nodes, {} tokens on device, {} on host>",
+                tree.len(),
+                tree.device_tokens(),
+                tree.host_tokens()
+            )
+        })
+    }
+
+    fn check_invariants(&self, py: Python<'_>) -> PyResult<()> {
+        self.try_run(py, true, |tree| tree.check_invariants())
+    }
+
+    fn digest(&self, py: Python<'_>) -> PyResult<u64> {
+        self.number(py, Tree::digest)
+    }
+
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let events = self.run(py, false, Tree::take_events)?;
+        events.into_iter().map(|event| event_object(py, event)).collect()
+    }
+
+    fn reset(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.tree.renew(Tree::reset)).map_err(|error| guard_error(py, &error))
+    }
+
+    #[staticmethod]
+    fn eviction_policies() -> Vec<&'static str> {
+        policy_names()
+    }
+}
+
+/// Digests of the whole pages of a key, without a tree.
+#[pyfunction]
+#[pyo3(
+    signature = (tokens, page_size, *, parent=None, extra_key=None, cache_salt=None, bigram=false),
+    text_signature = "(tokens, page_size, *, parent=None, extra_key=None, cache_salt=None, bigram=False)"
+)]
+#[allow(clippy::too_many_arguments)] // a key and where its chain begins
+fn page_hashes<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    page_size: Whole,
+    parent: Option<&Bound<'py, PyAny>>,
+    extra_key: Option<&str>,
+    cache_salt: Option<&str>,
+    bigram: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let words = Words::of(tokens, "tokens")?;
+    let parent = match parent {
+        None => None,
+        Some(parent) => match digests(parent, "parent")?.as_slice() {
+            [digest] => Some(*digest),
+            other => {
+                let text = format!("parent has {} digests, one is needed (32 bytes)", other.len());
+                return Err(argument_error(py, text));
+            }
+        },
+    };
+    let size = page_size.0;
+    let size = usize::try_from(size)
+        .map_err(|_| argument_error(py, format!("page_size is {size}, allowed is 1 to 256")))?;
+    let space = namespace(extra_key, cache_salt);
+    let hash = || crate::page_hashes(words.tokens(), size, parent.as_ref(), space, bigram);
+    let hashes = if words.len() >= LONG_HASHES { py.detach(hash) } else { hash() };
+    digest_array(py, &hashes.map_err(|error| tree_error(py, error))?)
+}
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", PyString::new(module.py(), env!("CARGO_PKG_VERSION")))?;
+    module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
+    module.add_class::<PrefixTree>()?;
+    results::register(module)?;
+    module.add_function(wrap_pyfunction!(page_hashes, module)?)
+}

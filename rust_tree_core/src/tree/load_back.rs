@@ -1,0 +1,178 @@
+//! Host to device: plan, begin, finish, cancel.
+
+use super::backup::ended;
+use super::node::{Pages, Slot, flag};
+use super::{Ack, AckKind, Origin, Tree};
+use crate::NodeId;
+use crate::error::{Result, bad_argument, bad_lock};
+use crate::events::Tier;
+
+/// What a load-back would copy, and the locks that keep it there. It must be begun or cancelled.
+#[derive(Debug)]
+pub struct LoadBackPlan {
+    origin: Origin,
+    serial: u64,
+    nodes: Vec<NodeId>,
+    host_pages: Vec<u32>,
+    used: bool,
+}
+
+impl LoadBackPlan {
+    /// The evicted nodes of the path, ancestors first, as at the plan.
+    pub fn nodes(&self) -> &[NodeId] {
+        &self.nodes
+    }
+
+    /// Device pages it takes.
+    pub fn pages(&self) -> usize {
+        self.host_pages.len()
+    }
+
+    /// The pages to copy, in the order of the path.
+    pub fn host_pages(&self) -> &[u32] {
+        &self.host_pages
+    }
+}
+
+/// A plan that was neither begun nor cancelled.
+#[derive(Debug)]
+pub(super) struct PendingPlan {
+    /// The device lock is on the path of this node.
+    pub target: NodeId,
+    /// Host-locked, ancestors first; cuts are followed.
+    pub nodes: Vec<NodeId>,
+}
+
+/// A load-back that waits for its ack.
+#[derive(Debug)]
+pub(super) struct PendingLoad {
+    pub target: NodeId,
+    pub nodes: Vec<NodeId>,
+}
+
+impl Tree {
+    /// What must be copied so that the whole path of a node is on device. Locks the path on device and
+    /// the evicted part on host until the plan is cancelled or its ack has come.
+    pub fn plan_load_back(&mut self, node: NodeId) -> Result<LoadBackPlan> {
+        let slot = self.slot(node)?;
+        let mut evicted: Vec<Slot> =
+            self.ancestors(slot).take_while(|&slot| !self.nodes[slot as usize].on_device()).collect();
+        evicted.reverse();
+        let mut nodes = Vec::with_capacity(evicted.len());
+        let mut host_pages = Vec::new();
+        for &slot in &evicted {
+            nodes.push(self.nodes[slot as usize].id);
+            host_pages.extend_from_slice(self.nodes[slot as usize].host_pages());
+            self.host_lock(slot);
+        }
+        self.lock_path(slot);
+        let serial = self.serial();
+        self.plans.insert(serial, PendingPlan { target: node, nodes: nodes.clone() });
+        Ok(LoadBackPlan { origin: self.origin, serial, nodes, host_pages, used: false })
+    }
+
+    /// Gives the locks of a plan back.
+    pub fn cancel_load_back_plan(&mut self, plan: &mut LoadBackPlan) -> Result<()> {
+        self.check_plan(plan)?;
+        plan.used = true;
+        let pending = self.plans.remove(&plan.serial).expect("an unused plan of this epoch is listed");
+        self.unlock_load(&pending.target, &pending.nodes);
+        Ok(())
+    }
+
+    /// Gives the planned nodes their device pages, in the order of the path; valid at the ack.
+    pub fn begin_load_back(&mut self, plan: &mut LoadBackPlan, device_pages: &[u32]) -> Result<Ack> {
+        self.check_plan(plan)?;
+        let slots = self.living(&self.plans[&plan.serial].nodes);
+        if let Some(&slot) = slots.iter().find(|&&slot| self.nodes[slot as usize].on_device()) {
+            return Err(bad_lock!("the plan is stale: node {} is on device", self.nodes[slot as usize].id));
+        }
+        if device_pages.len() != plan.pages() {
+            return Err(bad_argument!(
+                "device_pages has {} entries, the plan has {} pages",
+                device_pages.len(),
+                plan.pages()
+            ));
+        }
+        plan.used = true;
+        let PendingPlan { target, nodes } = self.plans.remove(&plan.serial).expect("looked at above");
+        let serial = self.serial();
+        let mut rest = device_pages;
+        for &slot in &slots {
+            let (pages, after) = rest.split_at(self.nodes[slot as usize].len as usize);
+            rest = after;
+            self.edit(slot, |node| {
+                node.flags |= flag::PENDING_LOAD;
+                node.ack = serial;
+            });
+            self.set_value(slot, Pages::from(pages));
+            self.emit_stored(slot, Tier::Device);
+        }
+        self.load_backs.insert(serial, PendingLoad { target, nodes });
+        Ok(Ack { origin: self.origin, serial, kind: AckKind::LoadBack })
+    }
+
+    /// The copy has ended: its pages are valid, its locks go back.
+    pub fn finish_load_back(&mut self, ack: Ack) -> Result<()> {
+        self.check_ack(ack, AckKind::LoadBack)?;
+        let pending = self.load_backs.remove(&ack.serial).ok_or_else(|| ended(ack))?;
+        self.unmark_load(&pending);
+        Ok(())
+    }
+
+    /// The copy will not end: takes its device pages back and returns them, ancestors first.
+    ///
+    /// Refused, and nothing changed, if somebody else locks a loaded node or has put a device node below one.
+    pub fn cancel_load_back(&mut self, ack: Ack) -> Result<Vec<u32>> {
+        self.check_ack(ack, AckKind::LoadBack)?;
+        let pending = self.load_backs.get(&ack.serial).ok_or_else(|| ended(ack))?;
+        let slots = self.living(&pending.nodes);
+        for &slot in &slots {
+            let node = &self.nodes[slot as usize];
+            if node.full().lock_ref > 1 {
+                return Err(bad_lock!("load-back can not be cancelled: node {} is locked by others", node.id));
+            }
+            let foreign = self.children(slot).find(|&child| {
+                let child = &self.nodes[child as usize];
+                child.on_device() && !(child.has(flag::PENDING_LOAD) && child.ack == ack.serial)
+            });
+            if let Some(child) = foreign {
+                return Err(bad_lock!(
+                    "load-back can not be cancelled: node {} is on device below node {}",
+                    self.nodes[child as usize].id,
+                    node.id
+                ));
+            }
+        }
+        let pending = self.load_backs.remove(&ack.serial).expect("looked at above");
+        let mut taken: Vec<Pages> = Vec::with_capacity(slots.len());
+        for &slot in slots.iter().rev() {
+            self.emit_removed(slot, Tier::Device);
+            taken.push(self.take_value(slot));
+        }
+        self.unmark_load(&pending);
+        Ok(taken.iter().rev().flat_map(|pages| pages.iter().copied()).collect())
+    }
+
+    fn check_plan(&self, plan: &LoadBackPlan) -> Result<()> {
+        self.check_origin(plan.origin, "load-back plan")?;
+        if plan.used {
+            return Err(bad_lock!("load-back plan was begun or cancelled before"));
+        }
+        Ok(())
+    }
+
+    fn unmark_load(&mut self, pending: &PendingLoad) {
+        for slot in self.living(&pending.nodes) {
+            self.edit(slot, |node| node.flags &= !flag::PENDING_LOAD);
+        }
+        self.unlock_load(&pending.target, &pending.nodes);
+    }
+
+    fn unlock_load(&mut self, target: &NodeId, nodes: &[NodeId]) {
+        for slot in self.living(nodes) {
+            self.host_unlock(slot);
+        }
+        self.unlock_path(self.slots[target]);
+    }
+}
