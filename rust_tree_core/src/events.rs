@@ -157,3 +157,66 @@ impl Tree {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TreeConfig;
+    use crate::WritePolicy;
+    use crate::tree::testing::{keys, tree_with};
+
+    fn watched(event_capacity: usize) -> Tree {
+        let write_policy = Some(WritePolicy::WriteThrough);
+        tree_with(TreeConfig { events: true, event_capacity, write_policy, ..TreeConfig::default() })
+    }
+
+    #[test]
+    fn parents_come_before_children_and_each_page_goes_once() {
+        let mut tree = watched(100);
+        let node = tree.put(&keys(0..4), 0).node;
+        tree.put(&keys(0..6), 0);
+        tree.get(&keys(0..2)); // a cut is no event
+        let events = tree.take_events();
+        let [Event::Stored { hashes: first, parent: None, tokens, .. }, Event::Stored { hashes, parent, .. }] =
+            &events[..]
+        else {
+            panic!("{events:?}")
+        };
+        assert_eq!((first.len(), tokens.len(), hashes.len(), *parent), (4, 4, 2, first.last().copied()));
+        tree.backed_up(&[node], 0);
+        let events = tree.take_events();
+        assert!(matches!(
+            &events[..],
+            [Event::Stored { tier: Tier::Host, .. }, Event::Stored { tier: Tier::Host, .. }]
+        ));
+        tree.evict(100, None);
+        let removed: usize = tree
+            .take_events()
+            .iter()
+            .map(|event| match event {
+                Event::Removed { tier: Tier::Device, hashes } => hashes.len(),
+                other => panic!("{other:?}"),
+            })
+            .sum();
+        assert_eq!((removed, tree.page_hash_count()), (6, 6));
+        tree.reset();
+        assert_eq!(tree.take_events(), [Event::Cleared]);
+        assert!(tree.take_events().is_empty());
+    }
+
+    #[test]
+    fn an_overflow_gives_the_whole_content_anew() {
+        let mut tree = watched(2);
+        for i in 0..4 {
+            tree.put(&[i, 100 + i], 2 * i);
+        }
+        tree.evict(2, None);
+        let events = tree.take_events();
+        assert_eq!(events[0], Event::Cleared);
+        let stored =
+            events[1..].iter().filter(|event| matches!(event, Event::Stored { tier: Tier::Device, .. }));
+        assert_eq!((stored.count(), events.len()), (3, 4));
+        tree.evict(2, None);
+        assert!(matches!(tree.take_events()[..], [Event::Removed { .. }]));
+    }
+}

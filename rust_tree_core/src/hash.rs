@@ -18,9 +18,8 @@ pub fn event_hash(digest: &Digest) -> i64 {
 }
 
 /// The initial hash value of SHA-256 (FIPS 180-4, section 5.3.3).
-const INITIAL: [u32; 8] = [
-    0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19,
-];
+const INITIAL: [u32; 8] =
+    [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19];
 
 /// SHA-256 over a message laid out in one buffer of whole blocks.
 ///
@@ -144,7 +143,9 @@ mod tests {
     use super::*;
 
     fn hex(digests: &[Digest]) -> Vec<String> {
-        digests.iter().map(|d| d.iter().map(|byte| format!("{byte:02x}")).collect()).collect()
+        let text =
+            |digest: &Digest| digest.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat();
+        digests.iter().map(text).collect()
     }
 
     fn hashes(tokens: &[u32], page: usize, namespace: Namespace<'_>, bigram: bool) -> Vec<Digest> {

@@ -63,6 +63,25 @@ fn out_of_range(position: usize, value: i64) -> crate::Error {
 /// Words that are compared in one go; a multiple of any vector width.
 const BLOCK: usize = 64;
 
+/// How far a long comparison asks ahead of itself, and from what length on: hardware looks ahead within a page of
+/// memory only, which costs a tenth of the speed where key and tokens lie outside the second-level cache.
+const PREFETCH_BYTES: usize = 4096;
+const PREFETCH_FROM: usize = 4096;
+
+/// Asks for the memory of a block that lies `ahead` bytes further on; past an end it asks for nothing of use.
+#[inline(always)]
+fn prefetch<T>(block: &[T; BLOCK], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..size_of_val(block)).step_by(64) {
+        let address = block.as_ptr().cast::<i8>().wrapping_add(ahead + line);
+        // SAFETY: a prefetch reads nothing that a program can see and never faults, whatever the address; SSE is
+        // part of x86-64.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (block, ahead);
+}
+
 /// One token in a caller's buffer.
 pub(crate) trait Word: Copy + Send + Sync + 'static {
     /// The token, meaningful only if the word is in range.
@@ -167,7 +186,12 @@ for_cpu! {
         let (word_blocks, _) = words.as_chunks::<BLOCK>();
         let (token_blocks, _) = tokens.as_chunks::<BLOCK>();
         let mut at = 0;
+        let far = length >= PREFETCH_FROM;
         for (a, b) in word_blocks.iter().zip(token_blocks) {
+            if far {
+                prefetch(a, PREFETCH_BYTES);
+                prefetch(b, PREFETCH_BYTES * size_of::<u32>() / size_of::<W>());
+            }
             if W::block_differs(a, b) {
                 break;
             }
@@ -328,7 +352,7 @@ mod tests {
     #[test]
     fn page_sum_is_the_definition_and_sees_every_word() {
         let keys: Vec<u32> = (0..300_u32).map(|i| i.wrapping_mul(0x9E37_79B9) | 1).collect();
-        for width in [1, 2, 3, 16, 17, 64, 65, 256, 257] {
+        for width in [1_usize, 2, 3, 16, 17, 64, 65, 256, 257] {
             let page: Vec<u32> = (0..width).map(|i| (i as u32).wrapping_mul(77_777)).collect();
             let wide: Vec<i64> = page.iter().map(|&t| i64::from(t)).collect();
             let half = width.div_ceil(2);

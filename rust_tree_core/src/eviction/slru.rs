@@ -31,7 +31,7 @@ mod tests {
 
     #[test]
     fn order() {
-        let key = |hits, last| Slru { threshold: 2 }.key(&Access { hits, last, ..Access::default() });
+        let key = |hits, last| Slru { threshold: 2 }.key(&Access { last, hits, ..Access::default() });
         assert!(key(1, 9) < key(2, 1));
         assert!(key(7, 1) < key(2, 2));
         assert!(key(0, 2) > key(1, 1));

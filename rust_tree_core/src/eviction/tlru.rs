@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn order() {
         let policy = Tlru { slack: 5 - 10 };
-        let key = |start, history, last| policy.key(&Access { start, history, last, ..Access::default() });
+        let key = |start, history, last| policy.key(&Access { last, start, history, ..Access::default() });
         assert!(key(15, 20, 9) < key(14, 20, 1)); // budget 15: only what begins at 15 or later is safe
         assert!(key(0, 5, 9) < key(0, 6, 1)); // budget 0: the whole branch is safe
         assert!(key(14, 20, 1) < key(14, 20, 2));

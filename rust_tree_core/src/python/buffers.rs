@@ -1,42 +1,59 @@
 //! Arguments: token and page buffers without a copy where their layout allows it, whole numbers, node ids.
 
-use std::mem::{align_of, size_of};
-
 use bytemuck::Pod;
+use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyList, PyString, PyTuple};
 
 use super::errors::{argument_error, unknown_node_error};
 use super::show;
 use crate::{Digest, NodeId, Tokens};
 
-/// Integers of a caller: borrowed from its buffer, or converted.
-pub(super) enum Words {
-    U32(PyUntypedBuffer),
-    I32(PyUntypedBuffer),
-    I64(PyUntypedBuffer),
+/// Integers of a caller: borrowed from its memory, or converted.
+pub(super) struct Words {
+    data: Data,
+    /// What keeps borrowed memory alive and in place.
+    _owner: Owner,
+}
+
+enum Data {
+    U32(*const u32, usize),
+    I32(*const i32, usize),
+    I64(*const i64, usize),
     Owned(Vec<i64>),
 }
 
-/// The elements of a buffer that was checked to hold contiguous, aligned, native `T`.
-fn elements<T: Pod>(buffer: &PyUntypedBuffer) -> &[T] {
-    if buffer.item_count() == 0 {
+/// Held, never read: dropping it lets the memory go.
+#[expect(dead_code)]
+enum Owner {
+    Array(Py<PyAny>),
+    Buffer(PyUntypedBuffer),
+    Nobody,
+}
+
+/// The elements at `start`, which was checked to hold `count` native, aligned, contiguous `T`.
+///
+/// # Safety
+/// The memory must stay alive and in place for `'a`.
+unsafe fn elements<'a, T: Pod>(start: *const T, count: usize) -> &'a [T] {
+    if count == 0 {
         return &[];
     }
-    let start = buffer.buf_ptr().cast::<T>();
-    debug_assert!(start.is_aligned() && buffer.item_size() == size_of::<T>());
-    // SAFETY: `borrow` has checked that the buffer is one-dimensional, C-contiguous, of native items of
-    // T's size and kind, and aligned. Its exporter keeps it alive and in place until the view is released,
-    // and `buffer` outlives the slice. Python code that writes into the buffer meanwhile breaks the call's
-    // contract, as it does for every reader of the buffer protocol; `T` is plain old data, so any bits are values.
-    unsafe { std::slice::from_raw_parts(start, buffer.item_count()) }
+    debug_assert!(start.is_aligned());
+    // SAFETY: checked by whoever took the pointer, see `of_array` and `borrow`; alive by this function's contract.
+    // Python code that writes into the memory meanwhile breaks the call's contract, as it does for every reader of
+    // the buffer protocol; `T` is plain old data, so any bits are values.
+    unsafe { std::slice::from_raw_parts(start, count) }
 }
 
 impl Words {
-    /// The integers of a buffer, a CPU tensor or a sequence; `name` is for messages.
+    /// The integers of an array, a buffer, a CPU tensor or a sequence; `name` is for messages.
     pub fn of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
+        if let Some(words) = Self::of_array(object) {
+            return Ok(words);
+        }
         if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
             return Self::convert(object, name);
         }
@@ -47,14 +64,7 @@ impl Words {
             return Err(unfit(object, name));
         }
         if let Ok(buffer) = PyUntypedBuffer::get(object) {
-            if buffer.dimensions() != 1 {
-                let text = format!("{name} has {} dimensions, one is needed", buffer.dimensions());
-                return Err(argument_error(object.py(), text));
-            }
-            return match Self::borrow(buffer) {
-                Some(words) => Ok(words),
-                None => Self::convert(object, name),
-            };
+            return Self::of_buffer(object, buffer, name);
         }
         // A tensor gives its memory by `numpy()` (torch on a CPU) or by DLPack.
         for (method, through) in [("numpy", None), ("__dlpack__", Some("from_dlpack"))] {
@@ -70,16 +80,46 @@ impl Words {
                 argument_error(object.py(), text)
             })?;
             let Ok(buffer) = PyUntypedBuffer::get(&array) else { return Err(unfit(object, name)) };
-            if buffer.dimensions() != 1 {
-                let text = format!("{name} has {} dimensions, one is needed", buffer.dimensions());
-                return Err(argument_error(object.py(), text));
-            }
-            return match Self::borrow(buffer) {
-                Some(words) => Ok(words),
-                None => Self::convert(&array, name),
-            };
+            return Self::of_buffer(&array, buffer, name);
+        }
+        // Mappings and sets can be iterated too, but have no positions.
+        if object.is_instance_of::<PyDict>() || !object.hasattr("__getitem__")? {
+            return Err(unfit(object, name));
         }
         Self::convert(object, name)
+    }
+
+    /// The usual case, without the cost of the buffer protocol: a plain numpy array of a width that is read in
+    /// place.
+    fn of_array(object: &Bound<'_, PyAny>) -> Option<Self> {
+        let (data, array) = if let Ok(array) = object.cast::<PyArray1<i64>>() {
+            (Data::I64(array.data(), array.len()), array.as_untyped())
+        } else if let Ok(array) = object.cast::<PyArray1<u32>>() {
+            (Data::U32(array.data(), array.len()), array.as_untyped())
+        } else if let Ok(array) = object.cast::<PyArray1<i32>>() {
+            (Data::I32(array.data(), array.len()), array.as_untyped())
+        } else {
+            return None;
+        };
+        let aligned = match data {
+            Data::I64(start, _) => start.is_aligned(),
+            Data::U32(start, _) => start.is_aligned(),
+            Data::I32(start, _) => start.is_aligned(),
+            Data::Owned(_) => true,
+        };
+        (aligned && array.is_c_contiguous())
+            .then(|| Self { data, _owner: Owner::Array(object.clone().unbind()) })
+    }
+
+    fn of_buffer(object: &Bound<'_, PyAny>, buffer: PyUntypedBuffer, name: &str) -> PyResult<Self> {
+        if buffer.dimensions() != 1 {
+            let text = format!("{name} has {} dimensions, one is needed", buffer.dimensions());
+            return Err(argument_error(object.py(), text));
+        }
+        match Self::borrow(buffer) {
+            Some(words) => Ok(words),
+            None => Self::convert(object, name),
+        }
     }
 
     /// The buffer as it is, if its items can be read in place.
@@ -89,16 +129,16 @@ impl Words {
         if foreign.contains(format.first()?) || !buffer.is_c_contiguous() {
             return None;
         }
-        let aligned = |size: usize| {
-            buffer.item_size() == size && (buffer.buf_ptr() as usize).is_multiple_of(size)
-        };
+        let (start, count) = (buffer.buf_ptr(), buffer.item_count());
+        let aligned = |size: usize| buffer.item_size() == size && start.addr().is_multiple_of(size);
         const { assert!(align_of::<i64>() <= 8 && align_of::<u32>() <= 4) };
-        match ElementType::from_format(buffer.format()) {
-            ElementType::UnsignedInteger { bytes: 4 } if aligned(4) => Some(Self::U32(buffer)),
-            ElementType::SignedInteger { bytes: 4 } if aligned(4) => Some(Self::I32(buffer)),
-            ElementType::SignedInteger { bytes: 8 } if aligned(8) => Some(Self::I64(buffer)),
-            _ => None,
-        }
+        let data = match ElementType::from_format(buffer.format()) {
+            ElementType::UnsignedInteger { bytes: 4 } if aligned(4) => Data::U32(start.cast(), count),
+            ElementType::SignedInteger { bytes: 4 } if aligned(4) => Data::I32(start.cast(), count),
+            ElementType::SignedInteger { bytes: 8 } if aligned(8) => Data::I64(start.cast(), count),
+            _ => return None,
+        };
+        Some(Self { data, _owner: Owner::Buffer(buffer) })
     }
 
     /// Number by number: for sequences and for buffers of other layouts.
@@ -120,23 +160,19 @@ impl Words {
                 }
             }
         }
-        Ok(Self::Owned(words))
-    }
-
-    pub fn len(&self) -> usize {
-        match self {
-            Self::U32(buffer) | Self::I32(buffer) | Self::I64(buffer) => buffer.item_count(),
-            Self::Owned(words) => words.len(),
-        }
+        Ok(Self { data: Data::Owned(words), _owner: Owner::Nobody })
     }
 
     /// The integers as tokens.
     pub fn tokens(&self) -> Tokens<'_> {
-        match self {
-            Self::U32(buffer) => Tokens::U32(elements(buffer)),
-            Self::I32(buffer) => Tokens::I32(elements(buffer)),
-            Self::I64(buffer) => Tokens::I64(elements(buffer)),
-            Self::Owned(words) => Tokens::I64(words),
+        // SAFETY: `_owner` keeps the memory as long as `self` lives.
+        unsafe {
+            match &self.data {
+                Data::U32(start, count) => Tokens::U32(elements(*start, *count)),
+                Data::I32(start, count) => Tokens::I32(elements(*start, *count)),
+                Data::I64(start, count) => Tokens::I64(elements(*start, *count)),
+                Data::Owned(words) => Tokens::I64(words),
+            }
         }
     }
 }
@@ -149,36 +185,36 @@ fn unfit(object: &Bound<'_, PyAny>, name: &str) -> PyErr {
     )
 }
 
-/// Page ids of a caller.
+/// Page ids of a caller: borrowed if they are uint32, else converted.
 pub(super) enum PageIds {
-    Borrowed(PyUntypedBuffer),
+    Borrowed(Words),
     Owned(Vec<u32>),
 }
 
 impl PageIds {
     pub fn as_slice(&self) -> &[u32] {
         match self {
-            Self::Borrowed(buffer) => elements(buffer),
             Self::Owned(pages) => pages,
+            Self::Borrowed(words) => match words.tokens() {
+                Tokens::U32(pages) => pages,
+                _ => unreachable!("only uint32 is borrowed"),
+            },
         }
     }
 }
 
 /// Page ids from the same kinds of object as tokens.
 pub(super) fn page_ids(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PageIds> {
-    let words = match Words::of(object, name)? {
-        Words::U32(buffer) => return Ok(PageIds::Borrowed(buffer)),
-        words => words,
-    };
+    let words = Words::of(object, name)?;
     let checked = |at: usize, value: i64| {
         u32::try_from(value).map_err(|_| {
             argument_error(object.py(), format!("{name}[{at}] is {value}, allowed is 0 to {}", u32::MAX))
         })
     };
     let pages: PyResult<Vec<u32>> = match words.tokens() {
+        Tokens::U32(_) => return Ok(PageIds::Borrowed(words)),
         Tokens::I64(words) => words.iter().enumerate().map(|(at, &word)| checked(at, word)).collect(),
         Tokens::I32(words) => words.iter().enumerate().map(|(at, &word)| checked(at, word.into())).collect(),
-        Tokens::U32(words) => Ok(words.to_vec()),
     };
     pages.map(PageIds::Owned)
 }
@@ -196,7 +232,9 @@ pub(super) fn digests(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<Dig
             let text = format!("{name} is not a C-contiguous buffer of bytes, 32 a digest");
             return Err(argument_error(object.py(), text));
         }
-        return Ok(elements::<u8>(&buffer).as_chunks::<32>().0.to_vec());
+        // SAFETY: contiguous bytes, and `buffer` outlives the slice.
+        let bytes: &[u8] = unsafe { elements(buffer.buf_ptr().cast(), buffer.item_count()) };
+        return Ok(bytes.as_chunks::<32>().0.to_vec());
     }
     let Ok(items) = object.try_iter() else { return Err(not_a_digest(object, name)) };
     let mut rows = Vec::new();

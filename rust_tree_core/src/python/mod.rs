@@ -2,6 +2,8 @@
 //!
 //! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls.
 
+#![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
+
 mod buffers;
 mod errors;
 mod results;
@@ -35,7 +37,12 @@ struct PrefixTree {
 
 impl PrefixTree {
     /// Runs a call on the tree; a long one without the interpreter's lock.
-    fn run<R: Send>(&self, py: Python<'_>, long: bool, call: impl FnOnce(&mut Tree) -> R + Send) -> PyResult<R> {
+    fn run<R: Send>(
+        &self,
+        py: Python<'_>,
+        long: bool,
+        call: impl FnOnce(&mut Tree) -> R + Send,
+    ) -> PyResult<R> {
         let done = if long {
             py.detach(|| self.tree.run(call))
         } else {
@@ -70,11 +77,14 @@ fn guard_error(py: Python<'_>, error: &GuardError) -> PyErr {
     match error {
         GuardError::Panicked(text) => poisoned_error(
             py,
-            format!("internal error in the tree: {text}; it is refused from now on, reset() makes it usable again"),
+            format!(
+                "internal error in the tree: {text}; it is refused from now on, reset() makes it usable again"
+            ),
         ),
-        GuardError::Poisoned => {
-            poisoned_error(py, "an earlier call failed inside; reset() makes the tree usable again".to_owned())
-        }
+        GuardError::Poisoned => poisoned_error(
+            py,
+            "an earlier call failed inside; reset() makes the tree usable again".to_owned(),
+        ),
     }
 }
 
@@ -90,6 +100,11 @@ fn ack_of(ack: &Bound<'_, PyAny>) -> PyResult<crate::Ack> {
     }
 }
 
+/// Entry `at` of a list that may be absent, which may be absent too.
+fn part(list: Option<&Vec<Option<String>>>, at: usize) -> Option<&str> {
+    list.and_then(|list| list[at].as_deref())
+}
+
 /// A short text for messages.
 fn show(object: &Bound<'_, PyAny>) -> String {
     let text = object.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
@@ -101,7 +116,10 @@ fn policy_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<Vec<(String, 
     let mut pairs = Vec::with_capacity(options.len());
     for (key, value) in options {
         let Ok(name) = key.extract::<String>() else {
-            return Err(argument_error(options.py(), format!("policy_options has key {}, a str is needed", show(&key))));
+            return Err(argument_error(
+                options.py(),
+                format!("policy_options has key {}, a str is needed", show(&key)),
+            ));
         };
         let Ok(number) = value.extract::<i64>() else {
             let text = format!("policy_options[{name:?}] is {}, a whole number is needed", show(&value));
@@ -138,9 +156,8 @@ impl PrefixTree {
             write_policy.map(WritePolicy::from_name).transpose().map_err(|error| tree_error(py, error))?;
         let page_size = page_size.0;
         let config = TreeConfig {
-            page_size: usize::try_from(page_size).map_err(|_| {
-                argument_error(py, format!("page_size is {page_size}, allowed is 1 to 256"))
-            })?,
+            page_size: usize::try_from(page_size)
+                .map_err(|_| argument_error(py, format!("page_size is {page_size}, allowed is 1 to 256")))?,
             eviction_policy: eviction_policy.to_owned(),
             policy_options: self::policy_options(policy_options)?,
             write_policy,
@@ -170,9 +187,10 @@ impl PrefixTree {
         include_evicted: bool,
     ) -> PyResult<Match> {
         let words = Words::of(tokens, "tokens")?;
+        let tokens = words.tokens();
         let space = namespace(extra_key, cache_salt);
-        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
-            tree.match_prefix(words.tokens(), space, include_evicted)
+        self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| {
+            tree.match_prefix(tokens, space, include_evicted)
         })
         .map(Match)
     }
@@ -187,11 +205,10 @@ impl PrefixTree {
         include_evicted: bool,
     ) -> PyResult<Match> {
         let words = Words::of(tokens, "tokens")?;
+        let tokens = words.tokens();
         let space = namespace(extra_key, cache_salt);
-        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
-            tree.peek_prefix(words.tokens(), space, include_evicted)
-        })
-        .map(Match)
+        self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| tree.peek_prefix(tokens, space, include_evicted))
+            .map(Match)
     }
 
     #[pyo3(signature = (keys, *, extra_keys=None, cache_salts=None))]
@@ -215,9 +232,6 @@ impl PrefixTree {
             .enumerate()
             .map(|(at, key)| Words::of(key, &format!("keys[{at}]")))
             .collect::<PyResult<Vec<_>>>()?;
-        fn part(list: Option<&Vec<Option<String>>>, at: usize) -> Option<&str> {
-            list.and_then(|list| list[at].as_deref())
-        }
         let queue: Vec<_> = words
             .iter()
             .enumerate()
@@ -225,7 +239,7 @@ impl PrefixTree {
                 (words.tokens(), namespace(part(extra_keys.as_ref(), at), part(cache_salts.as_ref(), at)))
             })
             .collect();
-        let total: usize = words.iter().map(Words::len).sum();
+        let total: usize = queue.iter().map(|(tokens, _)| tokens.len()).sum();
         let matches = self.try_run(py, total >= LONG_TOKENS, |tree| tree.match_prefixes(&queue))?;
         Ok(matches.into_iter().map(Match).collect())
     }
@@ -250,14 +264,16 @@ impl PrefixTree {
         chunked: bool,
     ) -> PyResult<Inserted> {
         let words = Words::of(tokens, "tokens")?;
+        let tokens = words.tokens();
         let pages = page_ids(pages, "pages")?;
+        let pages = pages.as_slice();
         let prev_prefix_len = prev_prefix_len.at_least(py, "prev_prefix_len", 0)?;
         let inserted_len = inserted_len.at_least(py, "inserted_len", 0)?;
         let space = namespace(extra_key, cache_salt);
-        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
+        self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| {
             tree.insert(InsertArgs {
-                tokens: words.tokens(),
-                pages: pages.as_slice(),
+                tokens,
+                pages,
                 prev_prefix_len,
                 inserted_len,
                 namespace: space,
@@ -286,7 +302,10 @@ impl PrefixTree {
 
     fn dec_host_lock_ref(&self, py: Python<'_>, lock: &Bound<'_, PyAny>) -> PyResult<()> {
         let Ok(receipt) = lock.cast::<HostLockReceipt>() else {
-            return Err(lock_error(py, format!("lock is {}, not a receipt of inc_host_lock_ref", show(lock))));
+            return Err(lock_error(
+                py,
+                format!("lock is {}, not a receipt of inc_host_lock_ref", show(lock)),
+            ));
         };
         let receipt = &mut receipt.try_borrow_mut()?.0;
         self.try_run(py, false, |tree| tree.dec_host_lock_ref(receipt))
@@ -314,7 +333,8 @@ impl PrefixTree {
 
     fn begin_backup(&self, py: Python<'_>, nodes: NodeList, host_pages: &Bound<'_, PyAny>) -> PyResult<Ack> {
         let pages = page_ids(host_pages, "host_pages")?;
-        self.try_run(py, false, |tree| tree.begin_backup(&nodes.0, pages.as_slice())).map(Ack)
+        let pages = pages.as_slice();
+        self.try_run(py, false, |tree| tree.begin_backup(&nodes.0, pages)).map(Ack)
     }
 
     fn finish_backup(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<BackupDone> {
@@ -325,7 +345,7 @@ impl PrefixTree {
     fn cancel_backup<'py>(&self, py: Python<'py>, ack: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let ack = ack_of(ack)?;
         let pages = self.try_run(py, false, |tree| tree.cancel_backup(ack))?;
-        Ok(results::page_array(py, pages))
+        Ok(results::page_array(py, &pages))
     }
 
     fn plan_load_back(slf: &Bound<'_, Self>, node: NodeArg) -> PyResult<LoadBackPlan> {
@@ -343,8 +363,9 @@ impl PrefixTree {
             return Err(lock_error(py, format!("plan is {}, not a plan of plan_load_back", show(plan))));
         };
         let pages = page_ids(device_pages, "device_pages")?;
+        let pages = pages.as_slice();
         let plan = &mut plan.try_borrow_mut()?.plan;
-        self.try_run(py, false, |tree| tree.begin_load_back(plan, pages.as_slice())).map(Ack)
+        self.try_run(py, false, |tree| tree.begin_load_back(plan, pages)).map(Ack)
     }
 
     fn finish_load_back(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -355,7 +376,7 @@ impl PrefixTree {
     fn cancel_load_back<'py>(&self, py: Python<'py>, ack: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let ack = ack_of(ack)?;
         let pages = self.try_run(py, false, |tree| tree.cancel_load_back(ack))?;
-        Ok(results::page_array(py, pages))
+        Ok(results::page_array(py, &pages))
     }
 
     #[pyo3(signature = (anchor, tokens, host_pages, *, hashes=None, extra_key=None, cache_salt=None))]
@@ -371,14 +392,16 @@ impl PrefixTree {
         cache_salt: Option<&str>,
     ) -> PyResult<HostInserted> {
         let words = Words::of(tokens, "tokens")?;
+        let tokens = words.tokens();
         let pages = page_ids(host_pages, "host_pages")?;
+        let pages = pages.as_slice();
         let hashes = hashes.map(|hashes| digests(hashes, "hashes")).transpose()?;
         let space = namespace(extra_key, cache_salt);
-        self.try_run(py, words.len() >= LONG_TOKENS, |tree| {
+        self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| {
             tree.insert_host(InsertHostArgs {
                 anchor: anchor.0,
-                tokens: words.tokens(),
-                host_pages: pages.as_slice(),
+                tokens,
+                host_pages: pages,
                 hashes: hashes.as_deref(),
                 namespace: space,
             })
@@ -521,6 +544,7 @@ fn page_hashes<'py>(
     bigram: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let words = Words::of(tokens, "tokens")?;
+    let tokens = words.tokens();
     let parent = match parent {
         None => None,
         Some(parent) => match digests(parent, "parent")?.as_slice() {
@@ -535,8 +559,8 @@ fn page_hashes<'py>(
     let size = usize::try_from(size)
         .map_err(|_| argument_error(py, format!("page_size is {size}, allowed is 1 to 256")))?;
     let space = namespace(extra_key, cache_salt);
-    let hash = || crate::page_hashes(words.tokens(), size, parent.as_ref(), space, bigram);
-    let hashes = if words.len() >= LONG_HASHES { py.detach(hash) } else { hash() };
+    let hash = || crate::page_hashes(tokens, size, parent.as_ref(), space, bigram);
+    let hashes = if tokens.len() >= LONG_HASHES { py.detach(hash) } else { hash() };
     digest_array(py, &hashes.map_err(|error| tree_error(py, error))?)
 }
 

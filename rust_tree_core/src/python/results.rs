@@ -5,11 +5,19 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 use super::PrefixTree;
-use crate::{AckKind, Digest, Event, NodeId};
+use crate::{AckKind, Digest, Event, NodeId, PageRuns};
 
-/// Page ids as a numpy array of uint32.
-pub(super) fn page_array(py: Python<'_>, pages: Vec<u32>) -> Bound<'_, PyAny> {
-    PyArray1::from_vec(py, pages).into_any()
+/// Page ids as a numpy array of uint32, in memory of its own.
+pub(super) fn page_array<'py>(py: Python<'py>, pages: &[u32]) -> Bound<'py, PyAny> {
+    PyArray1::from_slice(py, pages).into_any()
+}
+
+/// The pages of a path as a numpy array of uint32, in memory of its own.
+fn run_array<'py>(py: Python<'py>, runs: &PageRuns) -> Bound<'py, PyAny> {
+    match runs.as_single() {
+        Some(pages) => page_array(py, pages),
+        None => PyArray1::from_vec(py, runs.to_vec()).into_any(),
+    }
 }
 
 /// Digests as a numpy array of uint8, shape (pages, 32).
@@ -31,17 +39,13 @@ macro_rules! result_class {
             })*
             $(#[getter]
             fn $pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-                page_array(py, pages_of(&self.0.$pages))
+                page_array(py, &self.0.$pages)
             })*
             fn __repr__(&self) -> String {
                 format!("{:?}", self.0)
             }
         }
     };
-}
-
-fn pages_of(pages: &[u32]) -> Vec<u32> {
-    pages.to_vec()
 }
 
 #[pyclass(frozen, module = "unified_cache")]
@@ -71,7 +75,7 @@ impl Match {
     }
     #[getter]
     fn device_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        page_array(py, self.0.device_pages())
+        run_array(py, &self.0.device)
     }
     fn __repr__(&self) -> String {
         format!(
@@ -92,11 +96,11 @@ impl Inserted {
     }
     #[getter]
     fn duplicate_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        page_array(py, self.0.duplicate_pages.clone())
+        page_array(py, &self.0.duplicate_pages)
     }
     #[getter]
     fn device_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        page_array(py, self.0.device_pages())
+        run_array(py, &self.0.device)
     }
     #[getter]
     fn node(&self) -> NodeId {
@@ -128,7 +132,7 @@ pub(super) struct HostEvicted(pub Vec<u32>);
 impl HostEvicted {
     #[getter]
     fn host_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        page_array(py, self.0.clone())
+        page_array(py, &self.0)
     }
     fn __repr__(&self) -> String {
         format!("HostEvicted(host_pages={:?})", self.0)
@@ -226,7 +230,7 @@ impl LoadBackPlan {
     }
     #[getter]
     fn host_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        page_array(py, self.plan.host_pages().to_vec())
+        page_array(py, self.plan.host_pages())
     }
     fn cancel(&mut self, py: Python<'_>) -> PyResult<()> {
         let plan = &mut self.plan;
@@ -252,11 +256,11 @@ impl NodeInfo {
     }
     #[getter]
     fn device_pages<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        self.0.device_pages.clone().map(|pages| page_array(py, pages))
+        self.0.device_pages.as_deref().map(|pages| page_array(py, pages))
     }
     #[getter]
     fn host_pages<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        self.0.host_pages.clone().map(|pages| page_array(py, pages))
+        self.0.host_pages.as_deref().map(|pages| page_array(py, pages))
     }
     #[getter]
     fn parent(&self) -> Option<NodeId> {
@@ -354,7 +358,8 @@ impl Cleared {
 pub(super) fn event_object(py: Python<'_>, event: Event) -> PyResult<Bound<'_, PyAny>> {
     Ok(match event {
         Event::Stored { tier, hashes, parent, tokens, page_size, extra_key, cache_salt } => {
-            let stored = Stored { tier: tier.name(), hashes, parent, tokens, page_size, extra_key, cache_salt };
+            let stored =
+                Stored { tier: tier.name(), hashes, parent, tokens, page_size, extra_key, cache_salt };
             Bound::new(py, stored)?.into_any()
         }
         Event::Removed { tier, hashes } => Bound::new(py, Removed { tier: tier.name(), hashes })?.into_any(),

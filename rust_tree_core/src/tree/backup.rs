@@ -45,13 +45,19 @@ impl Tree {
             let Ok(slot) = self.slot(id) else { continue };
             let hold = self.nodes[slot as usize].hold;
             let alone = hold != 0 && self.is_write_back();
+            let wanted = |slot: Slot| {
+                let node = &self.nodes[slot as usize];
+                node.on_device() && !node.backed()
+            };
+            if !wanted(slot) {
+                continue; // waits for a copy, or has one already
+            }
             let chain: Vec<Slot> = self
                 .ancestors(slot)
-                .take_while(|&slot| {
-                    let node = &self.nodes[slot as usize];
-                    let wanted = node.on_device() && !node.backed();
-                    wanted && !listed.contains(&slot) && (!alone || node.hold == hold)
-                })
+                // Without gaps, nothing above a backed node is missing.
+                .take_while(|&above| !self.is_gap_free() || wanted(above))
+                .filter(|&above| !alone || self.nodes[above as usize].hold == hold)
+                .filter(|&above| wanted(above) && !listed.contains(&above))
                 .collect();
             for slot in chain.into_iter().rev() {
                 let node = &self.nodes[slot as usize];
@@ -94,9 +100,6 @@ impl Tree {
     }
 
     fn check_backup(&self, nodes: &[NodeId], host_pages: &[u32]) -> Result<Vec<Slot>> {
-        if nodes.is_empty() {
-            return Err(bad_argument!("nodes is empty, at least one node is needed"));
-        }
         let mut slots = Vec::with_capacity(nodes.len());
         let mut listed = std::collections::HashSet::new();
         let mut pages = 0;
@@ -130,7 +133,10 @@ impl Tree {
             slots.push(slot);
         }
         if host_pages.len() != pages {
-            return Err(bad_argument!("host_pages has {} entries, the nodes have {pages} pages", host_pages.len()));
+            return Err(bad_argument!(
+                "host_pages has {} entries, the nodes have {pages} pages",
+                host_pages.len()
+            ));
         }
         Ok(slots)
     }
@@ -281,4 +287,124 @@ impl Tree {
 /// The error for an ack that was finished or cancelled before.
 pub(super) fn ended(ack: Ack) -> crate::Error {
     bad_lock!("ack {} was finished or cancelled before", ack.serial)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::testing::{keys, tree};
+    use crate::{Error, WritePolicy};
+
+    #[test]
+    fn a_plan_puts_unbacked_ancestors_first_and_leaves_out_what_needs_none() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        let c = tree.put(&keys(0..6), 0).node;
+        let plan = tree.plan_backup(&[c, b, tree.root(), 999]);
+        assert_eq!((plan.nodes, plan.pages, plan.device_pages), (vec![a, b, c], 6, keys(0..6)));
+        tree.backed_up(&[b], 0);
+        assert_eq!(tree.plan_backup(&[b, c]).nodes, [c]);
+    }
+
+    #[test]
+    fn a_plan_looks_past_a_backed_node_where_gaps_are_allowed() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let c = tree.put(&keys(0..3), 0).node;
+        let a = tree.get(&keys(0..1)).last_device_node;
+        let b = tree.get(&keys(0..2)).last_device_node;
+        let ack = tree.begin_backup(&[b], &[11]).unwrap();
+        tree.finish_backup(ack).unwrap();
+        assert_eq!(tree.plan_backup(&[c]).nodes, [a, c]);
+    }
+
+    #[test]
+    fn a_copy_locks_its_nodes_until_the_ack() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let node = tree.put(&keys(0..4), 0).node;
+        let ack = tree.begin_backup(&[node], &[9, 8, 7, 6]).unwrap();
+        assert_eq!((tree.protected_tokens(), tree.host_tokens(), tree.pending_host_tokens()), (4, 0, 4));
+        assert!(tree.evict(4, None).device_pages.is_empty() && tree.evict_host(4).is_empty());
+        tree.sound();
+        assert_eq!(tree.finish_backup(ack).unwrap().nodes, [node]);
+        assert_eq!((tree.protected_tokens(), tree.host_tokens(), tree.pending_host_tokens()), (0, 4, 0));
+        for error in [tree.finish_backup(ack).unwrap_err(), tree.cancel_backup(ack).unwrap_err()] {
+            assert!(matches!(error, Error::Lock(_)), "{error}");
+        }
+        tree.sound();
+    }
+
+    #[test]
+    fn a_cancelled_copy_takes_the_copies_below_along() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        let c = tree.put(&keys(0..6), 0).node;
+        let first = tree.begin_backup(&[a], &[0, 1]).unwrap();
+        let second = tree.begin_backup(&[b], &[2, 3]).unwrap();
+        let third = tree.begin_backup(&[c], &[4, 5]).unwrap();
+        tree.finish_backup(third).unwrap();
+        tree.evict(2, None);
+        assert_eq!(tree.cancel_backup(first).unwrap(), [0, 1, 2, 3, 4, 5]);
+        assert!(tree.node_info(c).is_err()); // it had no other copy
+        assert_eq!((tree.host_tokens(), tree.pending_host_tokens(), tree.protected_tokens()), (0, 0, 0));
+        assert_eq!(tree.finish_backup(second).unwrap(), BackupDone::default());
+        tree.sound();
+    }
+
+    #[test]
+    fn a_copy_that_is_in_use_below_can_not_be_cancelled_away() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        let first = tree.begin_backup(&[a], &[0, 1]).unwrap();
+        let second = tree.begin_backup(&[b], &[2, 3]).unwrap();
+        tree.finish_backup(second).unwrap();
+        let mut lock = tree.inc_host_lock_ref(b).unwrap();
+        let before = tree.digest();
+        assert!(matches!(tree.cancel_backup(first), Err(Error::Lock(_))));
+        assert_eq!(tree.digest(), before);
+        tree.dec_host_lock_ref(&mut lock).unwrap();
+        assert_eq!(tree.cancel_backup(first).unwrap(), [0, 1, 2, 3]);
+        tree.sound();
+    }
+
+    #[test]
+    fn a_victim_that_was_locked_meanwhile_stays() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let node = tree.put(&keys(0..8), 0).node;
+        assert_eq!(tree.evict(1, None).write_back_nodes, [node]);
+        let upper = tree.get(&keys(0..4)).last_device_node;
+        let plan = tree.plan_backup(&[node]);
+        assert_eq!(plan.nodes, [upper, node]);
+        let ack = tree.begin_backup(&plan.nodes, &keys(0..8)).unwrap();
+        let mut lock = tree.inc_lock_ref(upper).unwrap();
+        let done = tree.finish_backup(ack).unwrap();
+        assert_eq!((done.nodes, done.device_pages), (vec![upper, node], vec![4, 5, 6, 7]));
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!(tree.evict(4, None).demoted_nodes, [upper]);
+        tree.sound();
+    }
+
+    #[test]
+    fn stale_and_wrong_plans_change_nothing() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        let before = tree.digest();
+        let argument = |result: Result<Ack>| matches!(result, Err(Error::Argument(_)));
+        assert!(argument(tree.begin_backup(&[b], &[0, 1]))); // a gap above
+        assert!(argument(tree.begin_backup(&[a, a], &[0, 1, 2, 3])));
+        assert!(argument(tree.begin_backup(&[a], &[0])));
+        assert!(argument(tree.begin_backup(&[tree.root()], &[])));
+        assert_eq!(tree.begin_backup(&[99], &[]), Err(Error::UnknownNode(99)));
+        assert_eq!(tree.digest(), before);
+        let nothing = tree.begin_backup(&[], &[]).unwrap();
+        assert_eq!(tree.finish_backup(nothing).unwrap(), BackupDone::default());
+        tree.backed_up(&[a], 0);
+        assert!(matches!(tree.begin_backup(&[a], &[5, 6]), Err(Error::Lock(_))));
+        let mut none = crate::tree::testing::tree(1, None);
+        let node = none.put(&keys(0..2), 0).node;
+        assert!(argument(none.begin_backup(&[node], &[0, 1])));
+    }
 }

@@ -53,15 +53,12 @@ impl Tree {
         let (last, created, hits, priority) = (lower.last, lower.created, lower.hits, lower.priority);
         let (history, pins, hold, ack) = (lower.history, lower.pins, lower.hold, lower.ack);
         // The backup's lock is counted on the path of the old id, which both parts stand on.
-        let flags = lower.flags & (flag::PENDING | flag::VICTIM);
+        let flags = lower.flags & (flag::PENDING | flag::VICTIM | flag::DIGESTS_GIVEN);
 
         let seed = self.namespaces.seed(namespace);
         let start = lower_start - at;
-        let content = self.nodes[parent as usize].content.wrapping_add(digest::content(
-            &upper_tokens,
-            shape,
-            start,
-        ));
+        let content =
+            self.nodes[parent as usize].content.wrapping_add(digest::content(&upper_tokens, shape, start));
         let lower = &mut self.nodes[slot as usize];
         lower.weight = digest::weight(lower_content, lower_start, seed.as_ref());
         let lower_hash = self.edges.hash(upper, PLAIN, &lower.tokens[..shape.width()]);
@@ -129,5 +126,70 @@ impl Tree {
                 insert_before(&mut plan.nodes);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::tree::testing::{keys, tree};
+    use crate::{Tokens, WritePolicy};
+
+    #[test]
+    fn both_parts_keep_all_that_was_so_of_the_node() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let node = tree.put(&keys(0..10), 0).node;
+        let hashes = tree.page_hashes(node).unwrap();
+        let mut host = tree.inc_host_lock_ref(node).unwrap();
+        let mut device = tree.inc_lock_ref(node).unwrap();
+        let pages: Vec<u32> = (50..60).collect();
+        let ack = tree.begin_backup(&[node], &pages).unwrap();
+        let before = tree.node_info(node).unwrap();
+        let upper = tree.get(&keys(0..6)).last_device_node;
+        let (above, below) = (tree.node_info(upper).unwrap(), tree.node_info(node).unwrap());
+        for part in [&above, &below] {
+            assert_eq!((part.lock_ref, part.host_lock_ref), (before.lock_ref, before.host_lock_ref));
+            assert_eq!((part.pending, part.hit_count), (Some(ack), before.hit_count));
+        }
+        assert_eq!((above.host_pages, below.host_pages), (Some(pages[..6].into()), Some(pages[6..].into())));
+        assert_eq!([tree.page_hashes(upper).unwrap(), tree.page_hashes(node).unwrap()].concat(), hashes);
+        assert_eq!(tree.page_hash_count(), 10);
+        tree.sound();
+        // One ack publishes both, one unlock releases both.
+        assert_eq!(tree.finish_backup(ack).unwrap().nodes, [upper, node]);
+        tree.dec_host_lock_ref(&mut host).unwrap();
+        tree.dec_lock_ref(&mut device).unwrap();
+        assert_eq!((tree.protected_tokens(), tree.host_tokens()), (0, 10));
+        tree.sound();
+    }
+
+    #[test]
+    #[should_panic(expected = "cut at 0")]
+    fn a_cut_at_the_start_is_refused() {
+        let mut tree = tree(1, None);
+        let node = tree.put(&keys(0..4), 0).node;
+        let slot = tree.slot(node).unwrap();
+        tree.cut(slot, 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "cut at 4")]
+    fn a_cut_at_the_end_is_refused() {
+        let mut tree = tree(1, None);
+        let node = tree.put(&keys(0..4), 0).node;
+        let slot = tree.slot(node).unwrap();
+        tree.cut(slot, 4);
+    }
+
+    #[test]
+    fn every_child_stays_under_its_own_first_page() {
+        let mut tree = tree(2, None);
+        tree.put(&keys(0..64), 0);
+        for length in [30, 10, 50, 12, 2, 62] {
+            tree.get(&keys(0..length));
+            tree.sound();
+        }
+        assert_eq!(tree.get(&keys(0..64)).device_pages(), keys(0..32));
+        let peek = tree.peek_prefix(Tokens::U32(&keys(0..31)), crate::Namespace::default(), true).unwrap();
+        assert_eq!(peek.device_length, 30);
     }
 }

@@ -107,3 +107,44 @@ impl Tree {
         self.live_slots().fold(0, |sum, slot| sum.wrapping_add(self.nodes[slot as usize].contribution()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::WritePolicy;
+    use crate::tree::testing::{keys, tree};
+
+    #[test]
+    fn content_does_not_depend_on_cuts() {
+        let shape = Shape::new(2, true).unwrap();
+        let tokens = keys(5..16);
+        let whole = content(&tokens, shape, 3);
+        let parts = content(&tokens[..5], shape, 3).wrapping_add(content(&tokens[4..], shape, 5));
+        assert_eq!(whole, parts);
+        assert_ne!(whole, content(&tokens, shape, 4));
+    }
+
+    #[test]
+    fn ranks_that_see_the_same_calls_agree_and_others_do_not() {
+        let mut ranks = [0, 1].map(|_| tree(2, Some(WritePolicy::WriteThrough)));
+        let fresh = ranks[0].digest();
+        for (rank, first_page) in ranks.iter_mut().zip([0, 70]) {
+            // Page ids may differ between ranks.
+            let node = rank.put(&keys(0..8), first_page).node;
+            rank.backed_up(&[node], 3 * first_page);
+        }
+        assert_eq!(ranks[0].digest(), ranks[1].digest());
+        let [one, two] = &mut ranks;
+        one.get(&keys(0..8));
+        assert_ne!(one.digest(), two.digest());
+        two.get(&keys(0..8));
+        assert_eq!(one.digest(), two.digest());
+        let mut lock = one.inc_lock_ref(1).unwrap();
+        assert_ne!(one.digest(), two.digest());
+        one.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!(one.digest(), two.digest());
+        one.reset();
+        assert_eq!(one.digest(), fresh);
+        assert!(two.digest() < 1 << 62);
+    }
+}

@@ -1,7 +1,7 @@
 //! Making room on device and on host: which nodes go, in one plan a call.
 
-use super::node::{Slot, flag};
 use super::Tree;
+use super::node::{Slot, flag};
 use crate::NodeId;
 use crate::error::{Error, Result, bad_argument, bad_lock};
 use crate::events::Tier;
@@ -132,7 +132,7 @@ impl Tree {
             return own;
         }
         let above = self.ancestors(slot).skip(1).map(|above| &self.nodes[above as usize]);
-        own + above.filter(|node| !node.backed() && !node.held()).map(|node| node.len as usize).sum::<usize>()
+        own + above.filter(|node| !node.backed()).map(|node| node.len as usize).sum::<usize>()
     }
 
     /// Names a victim for write-back and locks it until that begins.
@@ -150,11 +150,12 @@ impl Tree {
         parts
     }
 
-    /// Takes the marks of a hold away, not its lock. `slot` is the node that was held first.
+    /// Takes the marks of a hold away, not its lock, from a node upwards; returns the parts, deepest first.
     pub(super) fn clear_hold(&mut self, slot: Slot) -> Vec<Slot> {
         let hold = self.nodes[slot as usize].hold;
+        // A part between may have got a host copy by another way and left the hold.
         let parts: Vec<Slot> =
-            self.ancestors(slot).take_while(|&part| self.nodes[part as usize].hold == hold).collect();
+            self.ancestors(slot).filter(|&part| self.nodes[part as usize].hold == hold).collect();
         for &part in &parts {
             self.edit(part, |node| node.hold = 0);
         }
@@ -214,5 +215,155 @@ impl Tree {
         }
         let text = format!("{what} needs a host tier, but write_policy is None");
         Err(Error::Argument(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::WritePolicy;
+    use crate::tree::testing::{keys, tree};
+
+    /// A leaf of `pages` pages of one token each, under its own first token.
+    fn leaf(first: u32, pages: u32) -> Vec<u32> {
+        keys(first..first + pages)
+    }
+
+    #[test]
+    fn the_last_victim_is_trimmed_from_its_tail() {
+        let mut tree = tree(1, None);
+        let node = tree.put(&leaf(0, 10), 0).node;
+        let out = tree.evict(3, None);
+        assert_eq!((out.device_pages, out.dropped_tokens), (vec![7, 8, 9], 3));
+        assert!(tree.node_info(node).is_err()); // the old id went with the tail
+        assert_eq!(tree.get(&leaf(0, 10)).device_length, 7);
+        tree.sound();
+    }
+
+    #[test]
+    fn a_demoted_victim_goes_whole() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let node = tree.put(&leaf(0, 10), 0).node;
+        tree.backed_up(&[node], 0);
+        let out = tree.evict(3, None);
+        assert_eq!((out.device_pages.len(), out.demoted_nodes, out.dropped_tokens), (10, vec![node], 0));
+        assert_eq!(tree.get(&leaf(0, 10)).host_hit_length, 10);
+        tree.sound();
+    }
+
+    #[test]
+    fn write_back_uses_the_room_there_is_and_drops_the_rest() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let nodes: Vec<_> = (0..3).map(|i| tree.put(&leaf(100 * i, 4), 10 * i).node).collect();
+        let out = tree.evict(12, Some(9));
+        assert_eq!(out.write_back_nodes, nodes[..2]);
+        assert_eq!((out.device_pages, out.dropped_tokens), (vec![20, 21, 22, 23], 4));
+        assert_eq!((tree.protected_tokens(), tree.evict(1, None)), (8, Evicted::default()));
+        tree.sound();
+        // One is written back, the other given up.
+        let ack = tree.begin_backup(&nodes[..1], &[0, 1, 2, 3]).unwrap();
+        assert_eq!(tree.drop_nodes(&nodes[1..2]).unwrap().device_pages, [10, 11, 12, 13]);
+        assert!(matches!(tree.drop_nodes(&nodes[..1]), Err(Error::Lock(_))));
+        let done = tree.finish_backup(ack).unwrap();
+        assert_eq!((done.nodes, done.device_pages), (nodes[..1].to_vec(), vec![0, 1, 2, 3]));
+        assert_eq!((tree.device_tokens(), tree.host_tokens(), tree.protected_tokens()), (0, 4, 0));
+        tree.sound();
+    }
+
+    #[test]
+    fn a_victim_without_room_on_host_is_dropped_whole() {
+        let mut tree = tree(4, Some(WritePolicy::WriteBack));
+        tree.put(&keys(0..8), 0);
+        let out = tree.evict(2, Some(0));
+        assert_eq!((out.device_pages, out.demoted_nodes.len(), out.dropped_tokens), (vec![0, 1], 0, 8));
+        assert_eq!((tree.get(&keys(0..8)).device_length, tree.len()), (0, 0));
+        tree.sound();
+    }
+
+    #[test]
+    fn a_dropped_victim_takes_its_host_only_descendants_unless_they_are_in_use() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let upper = tree.put(&leaf(0, 2), 0).node;
+        let below = tree.put(&leaf(0, 4), 0).node;
+        let ack = tree.begin_backup(&[below], &[7, 8]).unwrap();
+        tree.finish_backup(ack).unwrap();
+        tree.evict(2, Some(0));
+        let mut lock = tree.inc_host_lock_ref(below).unwrap();
+        assert_eq!(tree.evict(2, Some(0)), Evicted::default()); // skipped: somebody reads the host copy
+        tree.dec_host_lock_ref(&mut lock).unwrap();
+        let out = tree.evict(2, Some(0));
+        assert_eq!((out.device_pages, out.host_pages, out.dropped_tokens), (vec![0, 1], vec![7, 8], 4));
+        assert!(tree.node_info(upper).is_err() && tree.node_info(below).is_err());
+        tree.sound();
+    }
+
+    #[test]
+    fn host_room_comes_from_copies_that_are_doubled_first() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let inner = tree.put(&leaf(0, 2), 0).node;
+        let outer = tree.put(&leaf(0, 4), 0).node;
+        let gone = tree.put(&leaf(50, 2), 10).node;
+        tree.backed_up(&[inner, outer, gone], 0);
+        let mut lock = tree.inc_lock_ref(outer).unwrap();
+        tree.evict(2, None); // `gone` leaves the device
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!(tree.evict_host(1), [0, 1]); // stays on device, and is no leaf there
+        assert_eq!(tree.evict_host(1), [2, 3]); // a device leaf
+        assert_eq!(tree.evict_host(1), [5]); // only on host: no more than is needed
+        assert_eq!((tree.host_tokens(), tree.get(&leaf(50, 2)).host_hit_length), (1, 1));
+        assert_eq!(tree.evict_host(9).len(), 1);
+        tree.sound();
+    }
+
+    #[test]
+    fn write_through_gives_host_copies_up_from_below() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let inner = tree.put(&leaf(0, 2), 0).node;
+        let outer = tree.put(&leaf(0, 4), 0).node;
+        tree.backed_up(&[outer], 0);
+        assert_eq!(tree.evict_host(1), [2, 3]);
+        tree.sound();
+        assert_eq!(tree.evict_host(1), [0, 1]);
+        assert_eq!(tree.node_info(inner).unwrap().host_pages, None);
+        assert_eq!(tree.get(&leaf(0, 4)).device_length, 4);
+        tree.sound();
+    }
+
+    #[test]
+    fn a_hold_ends_on_all_parts_though_one_between_has_left_it() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let lower = tree.put(&leaf(0, 3), 0).node;
+        assert_eq!(tree.evict(1, None).write_back_nodes, [lower]);
+        let upper = tree.get(&leaf(0, 1)).last_device_node;
+        let middle = tree.get(&leaf(0, 2)).last_device_node;
+        let args = crate::InsertHostArgs {
+            anchor: upper,
+            tokens: crate::Tokens::U32(&[1]),
+            host_pages: &[9],
+            hashes: None,
+            namespace: crate::Namespace::default(),
+        };
+        tree.insert_host(args).unwrap();
+        tree.sound();
+        assert_eq!(tree.drop_nodes(&[lower]).unwrap().device_pages, [2]);
+        assert_eq!([upper, middle].map(|id| tree.node_info(id).unwrap().held), [false, false]);
+        tree.sound();
+    }
+
+    #[test]
+    fn bad_drops_are_refused_whole() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let a = tree.put(&leaf(0, 2), 0).node;
+        let b = tree.put(&leaf(10, 2), 10).node;
+        assert_eq!(tree.evict(1, None).write_back_nodes, [a]);
+        let before = tree.digest();
+        assert!(
+            matches!(tree.drop_nodes(&[a, b]), Err(Error::Lock(text)) if text.contains(&format!("node {b}")))
+        );
+        assert_eq!(tree.drop_nodes(&[a, 99]), Err(Error::UnknownNode(99)));
+        assert!(matches!(tree.drop_nodes(&[a, a]), Err(Error::Argument(_))));
+        assert_eq!(tree.digest(), before);
+        assert_eq!(tree.drop_nodes(&[a]).unwrap().dropped_tokens, 2);
+        tree.sound();
     }
 }

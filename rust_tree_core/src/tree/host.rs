@@ -1,7 +1,7 @@
 //! Host insert: what was read from storage joins the tree as host copies.
 
 use super::Tree;
-use super::node::{Pages, Slot};
+use super::node::{Pages, Slot, flag};
 use crate::NodeId;
 use crate::error::{Result, bad_argument};
 use crate::events::Tier;
@@ -44,7 +44,8 @@ impl Tree {
         self.need_host("insert_host")?;
         let anchor = self.slot(args.anchor)?;
         let mut path = std::mem::take(&mut self.path);
-        let result = with_words!(args.tokens, words => self.insert_host_words(anchor, words, &args, &mut path));
+        let result =
+            with_words!(args.tokens, words => self.insert_host_words(anchor, words, &args, &mut path));
         self.path = path;
         result
     }
@@ -62,11 +63,8 @@ impl Tree {
         self.check_host_args(anchor, key, args, total)?;
 
         let node = &self.nodes[anchor as usize];
-        let unwanted = HostInserted {
-            node: node.id,
-            duplicate_host_pages: args.host_pages.to_vec(),
-            inserted_pages: 0,
-        };
+        let unwanted =
+            HostInserted { node: node.id, duplicate_host_pages: args.host_pages.to_vec(), inserted_pages: 0 };
         if total == 0 || (self.is_gap_free() && anchor != self.root && !node.backed()) {
             return Ok(unwanted);
         }
@@ -97,8 +95,7 @@ impl Tree {
             page = pages.end;
             let theirs = &args.host_pages[pages.clone()];
             if let Some(hashes) = args.hashes {
-                let node = &mut self.nodes[slot as usize];
-                node.digests.get_or_insert_with(|| hashes[pages].into());
+                self.give_digests(slot, &hashes[pages]);
             }
             if self.nodes[slot as usize].backed() {
                 out.duplicate_host_pages.extend_from_slice(theirs);
@@ -127,7 +124,7 @@ impl Tree {
             let slot = self.add_child(parent, namespace, tokens, self.clock);
             self.edit(slot, |node| node.priority = priority);
             if let Some(hashes) = args.hashes {
-                self.nodes[slot as usize].digests = Some(hashes[page..].into());
+                self.give_digests(slot, &hashes[page..]);
             }
             out.inserted_pages += total - page;
             self.set_host_value(slot, Pages::from(&args.host_pages[page..]), None);
@@ -210,6 +207,15 @@ impl Tree {
         Ok(())
     }
 
+    /// Takes a caller's digests where none were computed.
+    fn give_digests(&mut self, slot: Slot, digests: &[Digest]) {
+        let node = &mut self.nodes[slot as usize];
+        if node.digests.is_none() {
+            node.digests = Some(digests.into());
+            node.flags |= flag::DIGESTS_GIVEN;
+        }
+    }
+
     /// A held node has got a host copy by another way: the hold has nothing left to wait for.
     fn end_hold(&mut self, slot: Slot) {
         let node = &self.nodes[slot as usize];
@@ -221,5 +227,88 @@ impl Tree {
         } else {
             self.edit(slot, |node| node.hold = 0);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::testing::{keys, tree, tree_with};
+    use crate::{Error, TreeConfig, WritePolicy};
+
+    fn args<'a>(anchor: NodeId, tokens: &'a [u32], host_pages: &'a [u32]) -> InsertHostArgs<'a> {
+        let tokens = Tokens::U32(tokens);
+        InsertHostArgs { anchor, tokens, host_pages, hashes: None, namespace: Namespace::default() }
+    }
+
+    #[test]
+    fn what_was_read_fills_gaps_and_adds_one_node() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        tree.backed_up(&[a], 10);
+        let key = keys(0..7);
+        let done = tree.insert_host(args(tree.root(), &key, &keys(20..27))).unwrap();
+        assert_eq!((done.duplicate_host_pages, done.inserted_pages), (vec![20, 21], 5));
+        assert_eq!(tree.node_info(b).unwrap().host_pages, Some(vec![22, 23]));
+        let found = tree.get(&key);
+        assert_eq!((found.device_length, found.host_hit_length, found.last_host_node), (4, 3, done.node));
+        tree.sound();
+    }
+
+    #[test]
+    fn nothing_goes_below_an_unbacked_node_under_write_through() {
+        for (policy, inserted) in [(WritePolicy::WriteThrough, 0), (WritePolicy::WriteBack, 2)] {
+            let mut tree = tree(1, Some(policy));
+            let node = tree.put(&keys(0..2), 0).node;
+            let done = tree.insert_host(args(node, &[2, 3], &[5, 6])).unwrap();
+            assert_eq!((done.inserted_pages, done.duplicate_host_pages.len()), (inserted, 2 - inserted));
+            tree.sound();
+        }
+    }
+
+    #[test]
+    fn given_digests_are_not_computed_again_and_must_fit() {
+        let mut tree = tree(2, Some(WritePolicy::WriteThrough));
+        let key = keys(0..8);
+        let hashes = crate::page_hashes(Tokens::U32(&key), 2, None, Namespace::default(), false).unwrap();
+        let mut insert = InsertHostArgs { hashes: Some(&hashes), ..args(tree.root(), &key, &[0, 1, 2, 3]) };
+        let node = tree.insert_host(insert).unwrap().node;
+        assert_eq!((tree.prefix_hashes(node).unwrap(), tree.page_hash_count()), (hashes.clone(), 0));
+        let wrong = [[7; 32], hashes[1], hashes[2], hashes[3]];
+        insert.hashes = Some(&wrong);
+        let text = tree.insert_host(insert).unwrap_err().to_string();
+        assert!(text.starts_with("hashes[0] differs"), "{text}");
+        insert.hashes = Some(&hashes[..3]);
+        assert!(matches!(tree.insert_host(insert), Err(Error::Argument(_))));
+        tree.sound();
+    }
+
+    #[test]
+    fn the_namespace_is_that_of_the_anchor() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let (key, more) = (keys(0..2), keys(2..4));
+        let a = Namespace { extra_key: Some("a"), cache_salt: None };
+        let first = InsertHostArgs { namespace: a, ..args(tree.root(), &key, &[0, 1]) };
+        let node = tree.insert_host(first).unwrap().node;
+        let b = Namespace { extra_key: Some("b"), cache_salt: None };
+        let second = InsertHostArgs { namespace: b, ..args(node, &more, &[2, 3]) };
+        assert!(matches!(tree.insert_host(second), Err(Error::Argument(text)) if text.contains("extra_key")));
+        tree.insert_host(args(node, &more, &[2, 3])).unwrap();
+        let key = keys(0..4);
+        assert_eq!(tree.match_prefix(Tokens::U32(&key), a, true).unwrap().host_hit_length, 4);
+        tree.sound();
+    }
+
+    #[test]
+    fn bigram_keys_go_on_where_the_anchor_ends() {
+        let config = TreeConfig { page_size: 2, bigram: true, ..TreeConfig::default() };
+        let mut tree = tree_with(config);
+        let node = tree.insert_host(args(tree.root(), &[1, 2, 3], &[0])).unwrap().node;
+        let text = tree.insert_host(args(node, &[4, 5, 6], &[1])).unwrap_err().to_string();
+        assert!(text.starts_with("tokens[0] is 4,"), "{text}");
+        tree.insert_host(args(node, &[3, 4, 5], &[1])).unwrap();
+        assert_eq!(tree.get(&[1, 2, 3, 4, 5]).host_hit_length, 4);
+        tree.sound();
     }
 }

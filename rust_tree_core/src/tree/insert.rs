@@ -1,8 +1,8 @@
 //! Insert: what a request has computed becomes part of the tree.
 
+use super::Tree;
 use super::node::{Pages, Slot};
 use super::walk::{PageRuns, WalkEnd};
-use super::Tree;
 use crate::NodeId;
 use crate::error::{Result, bad_argument};
 use crate::events::Tier;
@@ -166,10 +166,9 @@ impl Tree {
                 "prev_prefix_len is {prev_prefix_len}, allowed are multiples of page_size {page}"
             ));
         }
-        let partial = end.partial.map(|(slot, pages)| (slot, pages));
         let whole = path.iter().map(|&slot| (slot, self.nodes[slot as usize].len));
         let on_device: usize = whole
-            .chain(partial)
+            .chain(end.partial)
             .take_while(|&(slot, _)| self.nodes[slot as usize].on_device())
             .map(|(_, pages)| pages as usize)
             .sum();
@@ -200,5 +199,113 @@ impl Tree {
             backup_nodes.push(node.id);
         }
         self.refresh_key(slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TreeConfig;
+    use crate::WritePolicy;
+    use crate::tree::testing::{keys, tree, tree_with};
+
+    #[test]
+    fn duplicates_are_the_callers_own_pages_past_what_it_borrowed() {
+        let mut tree = tree(1, None);
+        tree.put(&keys(0..4), 0);
+        // Page 2 is the tree's own, 0 and 1 were borrowed, 13 is the caller's.
+        let key = keys(0..6);
+        let mut args = InsertArgs::new(Tokens::U32(&key), &[90, 91, 2, 13, 14, 15]);
+        args.prev_prefix_len = 2;
+        let done = tree.insert(args).unwrap();
+        assert_eq!((done.prefix_len, done.duplicate_pages.clone()), (4, vec![13]));
+        assert_eq!(done.device_pages(), [0, 1, 2, 3, 14, 15]);
+        tree.sound();
+    }
+
+    #[test]
+    fn an_evicted_node_adopts_the_callers_pages() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let node = tree.put(&keys(0..4), 0).node;
+        tree.backed_up(&[node], 0);
+        tree.evict(4, None);
+        assert_eq!((tree.device_tokens(), tree.host_tokens()), (0, 4));
+        let mut lock = tree.inc_lock_ref(node).unwrap();
+        let done = tree.put(&keys(0..3), 10);
+        assert_eq!(
+            (done.prefix_len, done.duplicate_pages.len(), done.device_pages()),
+            (3, 0, vec![10, 11, 12])
+        );
+        assert_eq!((tree.device_tokens(), tree.protected_tokens()), (3, 3));
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!((tree.protected_tokens(), tree.host_tokens()), (0, 4));
+        tree.sound();
+    }
+
+    #[test]
+    fn a_request_counts_once_a_node() {
+        let mut tree = tree(2, None);
+        let key = keys(0..8);
+        let mut args = InsertArgs::new(Tokens::U32(&key[..4]), &[0, 1]);
+        args.chunked = true;
+        let upper = tree.insert(args).unwrap().node;
+        assert_eq!(tree.node_info(upper).unwrap().hit_count, 0);
+        args = InsertArgs::new(Tokens::U32(&key), &[0, 1, 2, 3]);
+        args.inserted_len = 4;
+        let lower = tree.insert(args).unwrap().node;
+        let hits = |tree: &Tree, node| tree.node_info(node).unwrap().hit_count;
+        assert_eq!((hits(&tree, upper), hits(&tree, lower)), (0, 1));
+        tree.get(&key);
+        tree.put(&key, 0);
+        assert_eq!((hits(&tree, upper), hits(&tree, lower)), (1, 2));
+    }
+
+    #[test]
+    fn the_write_policy_names_what_it_wants_on_host() {
+        let key = keys(0..2);
+        let named = |policy, threshold| {
+            let config = TreeConfig {
+                write_policy: policy,
+                write_through_threshold: threshold,
+                ..TreeConfig::default()
+            };
+            let mut tree = tree_with(config);
+            (0..4).map(|_| tree.put(&key, 0).backup_nodes.len()).collect::<Vec<_>>()
+        };
+        assert_eq!(named(Some(WritePolicy::WriteThrough), None), [1, 1, 1, 1]); // nobody backs it up
+        assert_eq!(named(Some(WritePolicy::WriteThroughSelective), None), [0, 0, 1, 1]);
+        assert_eq!(named(Some(WritePolicy::WriteThroughSelective), Some(2)), [0, 1, 1, 1]);
+        assert_eq!(named(Some(WritePolicy::WriteBack), None), [0, 0, 0, 0]);
+        assert_eq!(named(None, None), [0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn bad_arguments_are_named_and_change_nothing() {
+        let mut tree = tree(4, None);
+        tree.put(&keys(0..8), 0);
+        let before = (tree.digest(), tree.len());
+        let key = keys(0..16);
+        let try_insert = |tree: &mut Tree, pages: &[u32], prev_prefix_len| {
+            let args = InsertArgs { prev_prefix_len, ..InsertArgs::new(Tokens::U32(&key), pages) };
+            tree.insert(args).unwrap_err().to_string()
+        };
+        let text = try_insert(&mut tree, &[0, 1, 2], 0);
+        assert_eq!(text, "pages has 3 entries, 16 tokens fill 4 whole pages of 4");
+        let text = try_insert(&mut tree, &[0, 1, 2, 3], 6);
+        assert_eq!(text, "prev_prefix_len is 6, allowed are multiples of page_size 4");
+        let text = try_insert(&mut tree, &[0, 1, 2, 3], 12);
+        assert_eq!(text, "prev_prefix_len is 12, of these tokens the device holds 8");
+        assert_eq!((tree.digest(), tree.len()), before);
+    }
+
+    #[test]
+    fn priority_only_rises() {
+        let mut tree = tree(1, None);
+        let key = keys(0..2);
+        for (given, want) in [(-3, 0), (5, 5), (2, 5)] {
+            let args = InsertArgs { priority: given, ..InsertArgs::new(Tokens::U32(&key), &[0, 1]) };
+            let node = tree.insert(args).unwrap().node;
+            assert_eq!(tree.node_info(node).unwrap().priority, if given == -3 { -3 } else { want });
+        }
     }
 }

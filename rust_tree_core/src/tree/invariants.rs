@@ -84,7 +84,10 @@ impl Tree {
         // Every child stands under the first page of its own key.
         let first = &node.tokens[..self.shape.width()];
         let namespace = if below_root { node.namespace } else { crate::namespace::PLAIN };
-        require(node.edge_hash == self.edges.hash(node.parent, namespace, first), "its edge hash is another")?;
+        require(
+            node.edge_hash == self.edges.hash(node.parent, namespace, first),
+            "its edge hash is another",
+        )?;
         let found = self.edges.find(node.edge_hash, |found| found == slot);
         require(found == Some(slot), "is not found by its edge")?;
 
@@ -113,10 +116,16 @@ impl Tree {
         let backup = node.has(flag::PENDING_BACKUP);
         let load = node.has(flag::PENDING_LOAD);
         require(!(backup && load), "waits for copies in both directions")?;
-        require(!backup || (node.on_device() && node.backed() && node.locked()), "pending backup, not locked")?;
+        require(
+            !backup || (node.on_device() && node.backed() && node.locked()),
+            "pending backup, not locked",
+        )?;
         require(!load || (node.on_device() && node.published()), "pending load-back without both copies")?;
         require(!load || (node.locked() && node.host_locked()), "pending load-back, not locked")?;
-        require(!node.held() || (node.on_device() && !node.backed() && node.locked()), "held, but not to be")?;
+        require(
+            !node.held() || (node.on_device() && !node.backed() && node.locked()),
+            "held, but not to be",
+        )?;
         require(!node.has(flag::VICTIM | flag::BACKUP_LOCK) || backup, "has marks of a backup that ended")?;
         let listed = |nodes: &[u64]| nodes.iter().filter(|&&id| id == node.id).count() == 1;
         if backup {
@@ -130,9 +139,9 @@ impl Tree {
         Ok(())
     }
 
-    /// Digests that are there are those of the tokens.
+    /// Digests that were computed here are those of the tokens.
     fn check_digests(&self, node: &Node) -> Result<()> {
-        if node.digests.is_none() {
+        if node.digests.is_none() || node.has(flag::DIGESTS_GIVEN) {
             return Ok(());
         }
         let seed;
@@ -190,7 +199,8 @@ impl Tree {
         let mut host = 0;
         for slot in self.live_slots() {
             let node = &self.nodes[slot as usize];
-            let stale = |order: &str| violated(format!("node {}: its place in the {order} order is stale", node.id));
+            let stale =
+                |order: &str| violated(format!("node {}: its place in the {order} order is stale", node.id));
             let key = node.is_device_leaf().then(|| self.policy.key(&node.access(self.shape.page)));
             let stands = node.has(flag::IN_DEVICE_ORDER).then_some(node.device_key);
             if key != stands {
@@ -235,9 +245,8 @@ impl Tree {
             }
         }
         for (&serial, plan) in &self.plans {
-            let locked = |id: &u64| {
-                self.slots.get(id).is_some_and(|&slot| self.nodes[slot as usize].host_locked())
-            };
+            let locked =
+                |id: &u64| self.slots.get(id).is_some_and(|&slot| self.nodes[slot as usize].host_locked());
             if !plan.nodes.iter().all(locked) || !self.slots.contains_key(&plan.target) {
                 return Err(violated(format!("load-back plan {serial} lists a node that it does not lock")));
             }

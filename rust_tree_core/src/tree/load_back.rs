@@ -76,7 +76,7 @@ impl Tree {
         self.check_plan(plan)?;
         plan.used = true;
         let pending = self.plans.remove(&plan.serial).expect("an unused plan of this epoch is listed");
-        self.unlock_load(&pending.target, &pending.nodes);
+        self.unlock_load(pending.target, &pending.nodes);
         Ok(())
     }
 
@@ -130,7 +130,10 @@ impl Tree {
         for &slot in &slots {
             let node = &self.nodes[slot as usize];
             if node.full().lock_ref > 1 {
-                return Err(bad_lock!("load-back can not be cancelled: node {} is locked by others", node.id));
+                return Err(bad_lock!(
+                    "load-back can not be cancelled: node {} is locked by others",
+                    node.id
+                ));
             }
             let foreign = self.children(slot).find(|&child| {
                 let child = &self.nodes[child as usize];
@@ -166,13 +169,105 @@ impl Tree {
         for slot in self.living(&pending.nodes) {
             self.edit(slot, |node| node.flags &= !flag::PENDING_LOAD);
         }
-        self.unlock_load(&pending.target, &pending.nodes);
+        self.unlock_load(pending.target, &pending.nodes);
     }
 
-    fn unlock_load(&mut self, target: &NodeId, nodes: &[NodeId]) {
+    fn unlock_load(&mut self, target: NodeId, nodes: &[NodeId]) {
         for slot in self.living(nodes) {
             self.host_unlock(slot);
         }
-        self.unlock_path(self.slots[target]);
+        self.unlock_path(self.slots[&target]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::testing::{keys, tree};
+    use crate::{Error, WritePolicy};
+
+    /// Two nodes of one path, on host only.
+    fn demoted() -> (Tree, NodeId, NodeId) {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let upper = tree.put(&keys(0..4), 0).node;
+        let lower = tree.put(&keys(0..8), 0).node;
+        tree.backed_up(&[lower], 20);
+        assert_eq!(tree.evict(8, None).demoted_nodes, [lower, upper]);
+        (tree, upper, lower)
+    }
+
+    #[test]
+    fn a_plan_locks_and_its_cancel_unlocks() {
+        let (mut tree, upper, lower) = demoted();
+        let before = tree.digest();
+        let mut plan = tree.plan_load_back(lower).unwrap();
+        assert_eq!((plan.nodes(), plan.host_pages()), (&[upper, lower][..], &keys(20..28)[..]));
+        assert!(tree.evict_host(8).is_empty());
+        tree.sound();
+        tree.cancel_load_back_plan(&mut plan).unwrap();
+        assert_eq!(tree.digest(), before);
+        assert!(matches!(tree.cancel_load_back_plan(&mut plan), Err(Error::Lock(_))));
+        assert!(matches!(tree.begin_load_back(&mut plan, &keys(0..8)), Err(Error::Lock(_))));
+    }
+
+    #[test]
+    fn pages_count_at_once_and_wait_for_the_ack() {
+        let (mut tree, _, lower) = demoted();
+        let mut plan = tree.plan_load_back(lower).unwrap();
+        // Cuts between plan and begin are followed.
+        tree.get(&keys(0..6));
+        assert!(matches!(tree.begin_load_back(&mut plan, &[1]), Err(Error::Argument(_))));
+        let ack = tree.begin_load_back(&mut plan, &keys(40..48)).unwrap();
+        let found = tree.get(&keys(0..8));
+        assert_eq!((found.device_pages(), found.pending_ack), (keys(40..48), Some(ack)));
+        assert_eq!(tree.protected_tokens(), 8);
+        tree.sound();
+        assert!(matches!(tree.finish_backup(ack), Err(Error::Lock(_)))); // the other direction
+        tree.finish_load_back(ack).unwrap();
+        assert_eq!((tree.get(&keys(0..8)).pending_ack, tree.protected_tokens()), (None, 0));
+        assert!(matches!(tree.finish_load_back(ack), Err(Error::Lock(_))));
+        tree.sound();
+    }
+
+    #[test]
+    fn a_cancel_is_refused_while_others_build_on_it() {
+        let (mut tree, upper, lower) = demoted();
+        let mut plan = tree.plan_load_back(lower).unwrap();
+        let ack = tree.begin_load_back(&mut plan, &keys(40..48)).unwrap();
+        let before = tree.digest();
+        let mut lock = tree.inc_lock_ref(upper).unwrap();
+        assert!(matches!(tree.cancel_load_back(ack), Err(Error::Lock(_))));
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!(tree.digest(), before);
+        let mut key = keys(0..4);
+        key.extend([77, 78]);
+        tree.put(&key, 60);
+        assert!(matches!(tree.cancel_load_back(ack), Err(Error::Lock(text)) if text.contains("below")));
+        tree.evict(2, None);
+        assert_eq!(tree.cancel_load_back(ack).unwrap(), keys(40..48));
+        assert_eq!((tree.device_tokens(), tree.host_tokens(), tree.protected_tokens()), (0, 8, 0));
+        tree.sound();
+    }
+
+    #[test]
+    fn a_plan_is_stale_once_an_insert_has_brought_pages() {
+        let (mut tree, _, lower) = demoted();
+        let mut plan = tree.plan_load_back(lower).unwrap();
+        tree.put(&keys(0..4), 60);
+        assert!(matches!(tree.begin_load_back(&mut plan, &keys(40..48)), Err(Error::Lock(_))));
+        tree.cancel_load_back_plan(&mut plan).unwrap();
+        assert_eq!(tree.protected_tokens(), 0);
+        tree.sound();
+    }
+
+    #[test]
+    fn nothing_to_load_is_a_plan_of_no_pages() {
+        let (mut tree, _, _) = demoted();
+        let node = tree.put(&keys(0..8), 60).node;
+        let mut plan = tree.plan_load_back(node).unwrap();
+        assert_eq!((plan.pages(), tree.protected_tokens()), (0, 8));
+        let ack = tree.begin_load_back(&mut plan, &[]).unwrap();
+        tree.finish_load_back(ack).unwrap();
+        assert_eq!(tree.protected_tokens(), 0);
     }
 }

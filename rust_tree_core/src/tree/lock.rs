@@ -169,3 +169,92 @@ impl Tree {
         self.refresh(slot);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::Error;
+    use crate::tree::testing::{keys, tree};
+
+    #[test]
+    fn a_lock_made_by_a_match_is_released_whole_after_cuts() {
+        let mut tree = tree(1, None);
+        tree.put(&keys(1..11), 0);
+        let mut key = keys(1..7);
+        key.push(99);
+        let node = tree.get(&key).last_device_node;
+        let mut lock = tree.inc_lock_ref(node).unwrap();
+        assert_eq!((tree.protected_tokens(), tree.evictable_tokens()), (6, 4));
+        tree.put(&[1, 2, 3, 4, 5, 6, 50, 51], 20);
+        assert_eq!(tree.evict(100, None).device_pages.len(), 6);
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!(tree.protected_tokens(), 0);
+        assert_eq!((tree.evict(100, None).device_pages.len(), tree.len()), (6, 0));
+        tree.sound();
+    }
+
+    #[test]
+    fn a_second_or_foreign_release_changes_nothing() {
+        let mut one = tree(1, None);
+        let mut other = tree(1, None);
+        let node = one.put(&keys(0..3), 0).node;
+        other.put(&keys(0..3), 0);
+        let mut lock = one.inc_lock_ref(node).unwrap();
+        let mut host = one.inc_host_lock_ref(node).unwrap();
+        assert!(
+            matches!(other.dec_lock_ref(&mut lock), Err(Error::Lock(text)) if text.contains("another tree"))
+        );
+        assert!(matches!(other.dec_host_lock_ref(&mut host), Err(Error::Lock(_))));
+        one.dec_lock_ref(&mut lock).unwrap();
+        one.dec_host_lock_ref(&mut host).unwrap();
+        let digest = one.digest();
+        assert!(matches!(one.dec_lock_ref(&mut lock), Err(Error::Lock(text)) if text.contains("node 1")));
+        assert!(
+            matches!(one.dec_host_lock_ref(&mut host), Err(Error::Lock(text)) if text.contains("node 1"))
+        );
+        assert_eq!(one.inc_lock_ref(77).unwrap_err(), Error::UnknownNode(77));
+        assert_eq!((one.digest(), one.protected_tokens()), (digest, 0));
+        one.sound();
+    }
+
+    #[test]
+    fn a_reset_makes_receipts_stale() {
+        let mut tree = tree(1, None);
+        let node = tree.put(&keys(0..3), 0).node;
+        let mut lock = tree.inc_lock_ref(node).unwrap();
+        let root = tree.root();
+        tree.reset();
+        assert!(matches!(tree.dec_lock_ref(&mut lock), Err(Error::Lock(text)) if text.contains("reset")));
+        assert_eq!(tree.inc_lock_ref(node).unwrap_err(), Error::UnknownNode(node));
+        assert_eq!(tree.inc_lock_ref(root).unwrap_err(), Error::UnknownNode(root));
+        let again = tree.put(&keys(0..3), 0).node;
+        assert!(again > node);
+        tree.sound();
+    }
+
+    #[test]
+    fn the_root_is_locked_by_a_receipt_that_does_nothing() {
+        let mut tree = tree(1, None);
+        let mut lock = tree.inc_lock_ref(tree.root()).unwrap();
+        let mut host = tree.inc_host_lock_ref(tree.root()).unwrap();
+        tree.dec_lock_ref(&mut lock).unwrap();
+        tree.dec_host_lock_ref(&mut host).unwrap();
+        assert!(tree.dec_lock_ref(&mut lock).is_err());
+    }
+
+    #[test]
+    fn a_host_lock_covers_the_parts_of_its_node_and_no_more() {
+        let mut tree = tree(1, None);
+        let above = tree.put(&keys(0..2), 0).node;
+        let node = tree.put(&keys(0..8), 0).node;
+        let mut lock = tree.inc_host_lock_ref(node).unwrap();
+        let middle = tree.get(&keys(0..6)).last_device_node;
+        let upper = tree.get(&keys(0..4)).last_device_node;
+        let mut late = tree.inc_host_lock_ref(node).unwrap();
+        let count = |tree: &crate::Tree, node| tree.node_info(node).unwrap().host_lock_ref;
+        assert_eq!([above, upper, middle, node].map(|id| count(&tree, id)), [0, 1, 1, 2]);
+        tree.dec_host_lock_ref(&mut lock).unwrap();
+        assert_eq!([above, upper, middle, node].map(|id| count(&tree, id)), [0, 0, 0, 1]);
+        tree.dec_host_lock_ref(&mut late).unwrap();
+        tree.sound();
+    }
+}

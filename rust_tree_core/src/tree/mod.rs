@@ -16,6 +16,8 @@ mod load_back;
 mod lock;
 mod node;
 mod pin;
+#[cfg(test)]
+pub(crate) mod testing;
 mod walk;
 
 use std::collections::HashMap;
@@ -180,14 +182,15 @@ static NEXT_TREE: AtomicU64 = AtomicU64::new(1);
 
 impl Tree {
     /// An empty tree.
+    #[allow(clippy::needless_pass_by_value)] // settings are made for one tree
     pub fn new(config: TreeConfig) -> Result<Self> {
         config.check()?;
         let policy = eviction::build(&config.eviction_policy, &config.policy_options)?;
-        Self::with_policy(config, policy)
+        Self::with_policy(&config, policy)
     }
 
     /// An empty tree with a policy from outside the registry; `config.eviction_policy` is not looked at.
-    pub fn with_policy(config: TreeConfig, policy: Box<dyn Policy>) -> Result<Self> {
+    pub fn with_policy(config: &TreeConfig, policy: Box<dyn Policy>) -> Result<Self> {
         config.check()?;
         let shape = Shape::new(config.page_size, config.bigram)?;
         let mut tree = Self {
@@ -462,7 +465,8 @@ impl Tree {
         let shape = self.shape;
         let start = self.nodes[parent as usize].end();
         let len = shape.pages(tokens.len()) as u32;
-        let content = self.nodes[parent as usize].content.wrapping_add(digest::content(&tokens, shape, start));
+        let content =
+            self.nodes[parent as usize].content.wrapping_add(digest::content(&tokens, shape, start));
         // Below the root the namespace is that of the path: only there does it tell edges apart.
         let edge_namespace = if parent == self.root { namespace } else { PLAIN };
         let edge_hash = self.edges.hash(parent, edge_namespace, &tokens[..shape.width()]);

@@ -64,6 +64,8 @@ pub(crate) mod flag {
     pub const VICTIM: u32 = 1 << 5;
     /// The backup's lock is counted for this node (not for one below, of which it was cut).
     pub const BACKUP_LOCK: u32 = 1 << 6;
+    /// The digests came from a caller, who vouches for them.
+    pub const DIGESTS_GIVEN: u32 = 1 << 7;
 
     pub const ORDERED: u32 = IN_DEVICE_ORDER | IN_HOST_ORDER;
     pub const PENDING: u32 = PENDING_BACKUP | PENDING_LOAD;

@@ -100,3 +100,50 @@ impl Tree {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::tree::testing::{keys, tree, tree_with};
+    use crate::{Error, TreeConfig, WritePolicy};
+
+    #[test]
+    fn a_pinned_node_is_written_back_rather_than_deleted() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let node = tree.put(&keys(0..4), 0).node;
+        let pin = tree.pin(node, Some(5.0)).unwrap();
+        assert_eq!(tree.evict(4, Some(0)).device_pages.len(), 0); // no room, so it stays
+        assert_eq!(tree.evict(4, None).write_back_nodes, [node]);
+        tree.backed_up(&[node], 0);
+        assert_eq!((tree.device_tokens(), tree.host_tokens()), (0, 4));
+        assert!(tree.evict_host(4).is_empty());
+        assert_eq!((tree.expire_pins(4.9), tree.expire_pins(5.0), tree.pinned_tokens()), (0, 1, 0));
+        assert!(matches!(tree.unpin(pin), Err(Error::Lock(_))));
+        assert_eq!(tree.evict_host(4).len(), 4);
+        tree.sound();
+    }
+
+    #[test]
+    fn pins_are_capped_by_the_tokens_they_cover_together() {
+        let config = TreeConfig { pin_capacity: Some(6), ..TreeConfig::default() };
+        let mut tree = tree_with(config);
+        let a = tree.put(&keys(0..4), 0).node;
+        let b = tree.put(&keys(0..8), 0).node;
+        let first = tree.pin(a, None).unwrap();
+        tree.pin(a, None).unwrap(); // covered already
+        let before = tree.digest();
+        assert!(
+            matches!(tree.pin(b, None), Err(Error::Argument(text)) if text.contains("pin_capacity is 6"))
+        );
+        assert_eq!((tree.digest(), tree.pinned_tokens()), (before, 4));
+        tree.unpin(first).unwrap();
+        assert_eq!(tree.pinned_tokens(), 4);
+        tree.sound();
+    }
+
+    #[test]
+    fn a_pin_needs_a_tier_to_go_to() {
+        let mut tree = tree(1, None);
+        let node = tree.put(&keys(0..4), 0).node;
+        assert!(matches!(tree.pin(node, None), Err(Error::Argument(text)) if text.contains("write_policy")));
+    }
+}

@@ -33,6 +33,15 @@ impl PageRuns {
         self.len() == 0
     }
 
+    /// The pages in place, if they are one run (or none).
+    pub fn as_single(&self) -> Option<&[u32]> {
+        match self.runs.as_slice() {
+            [] => Some(&[]),
+            [(run, count)] => Some(&run[..*count as usize]),
+            _ => None,
+        }
+    }
+
     /// The pages in order, in memory of their own.
     pub fn to_vec(&self) -> Vec<u32> {
         let mut pages = Vec::with_capacity(self.len());
@@ -255,5 +264,123 @@ impl Tree {
             }),
             device,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::testing::{keys, tree};
+    use crate::{TreeConfig, WritePolicy};
+
+    #[test]
+    fn a_match_cuts_where_it_ends_and_a_peek_does_not() {
+        let mut tree = tree(4, None);
+        let whole = tree.put(&keys(0..16), 0).node;
+        let mut key = keys(0..10);
+        key.push(99);
+        let digest = tree.digest();
+        let peek = tree.peek_prefix(Tokens::U32(&key), Namespace::default(), true).unwrap();
+        assert_eq!((peek.device_length, peek.device_pages()), (8, vec![0, 1]));
+        assert_eq!((peek.last_device_node, tree.len(), tree.digest()), (tree.root(), 1, digest));
+        let found = tree.get(&key);
+        assert_eq!((found.device_length, found.device_pages(), tree.len()), (8, vec![0, 1], 2));
+        assert_eq!(tree.node_info(whole).unwrap().parent, Some(found.last_device_node));
+        tree.sound();
+    }
+
+    #[test]
+    fn short_keys_change_nothing() {
+        let mut tree = tree(64, None);
+        tree.put(&keys(0..64), 0);
+        let before = (tree.digest(), tree.len());
+        for length in [0, 1, 63] {
+            let found = tree.get(&keys(0..length));
+            assert_eq!((found.device_length, found.last_host_node), (0, tree.root()));
+        }
+        assert_eq!((tree.digest(), tree.len()), before);
+    }
+
+    #[test]
+    fn results_keep_the_pages_of_their_moment() {
+        let mut tree = tree(1, None);
+        tree.put(&keys(0..4), 10);
+        let found = tree.get(&keys(0..4));
+        tree.evict(4, None);
+        assert_eq!((found.device_pages(), found.device.len()), (vec![10, 11, 12, 13], 4));
+        assert_eq!(tree.get(&keys(0..4)).device_length, 0);
+    }
+
+    #[test]
+    fn evicted_nodes_are_walked_only_if_asked_for() {
+        let mut tree = tree(2, Some(WritePolicy::WriteThrough));
+        let upper = tree.put(&keys(0..4), 0).node;
+        let lower = tree.put(&keys(0..8), 0).node;
+        tree.backed_up(&[lower], 0);
+        tree.evict(2, None);
+        let found = tree.get(&keys(0..8));
+        assert_eq!((found.device_length, found.host_hit_length), (4, 4));
+        assert_eq!((found.last_device_node, found.last_host_node), (upper, lower));
+        let found = tree.match_prefix(Tokens::U32(&keys(0..8)), Namespace::default(), false).unwrap();
+        assert_eq!((found.device_length, found.host_hit_length, found.last_host_node), (4, 0, upper));
+    }
+
+    #[test]
+    fn namespaces_never_meet_and_a_miss_leaves_nothing() {
+        let mut tree = tree(2, None);
+        let key = keys(0..4);
+        let a = Namespace { extra_key: Some("a"), cache_salt: None };
+        let args = crate::InsertArgs { namespace: a, ..crate::InsertArgs::new(Tokens::U32(&key), &[0, 1]) };
+        tree.insert(args).unwrap();
+        let mut length = |space| tree.match_prefix(Tokens::U32(&key), space, true).unwrap().device_length;
+        assert_eq!(length(a), 4);
+        assert_eq!(length(Namespace::default()), 0);
+        assert_eq!(length(Namespace { extra_key: None, cache_salt: Some("a") }), 0);
+        assert_eq!(tree.namespaces.len(), 2);
+        tree.evict(2, None);
+        assert_eq!(tree.namespaces.len(), 1);
+        tree.sound();
+    }
+
+    #[test]
+    fn bigram_walks_stop_when_less_than_a_page_is_left() {
+        let config = TreeConfig { page_size: 64, bigram: true, ..TreeConfig::default() };
+        let mut tree = crate::tree::testing::tree_with(config);
+        assert_eq!(tree.put(&keys(0..64), 0).node, tree.root());
+        tree.put(&keys(0..65), 0);
+        let lengths = [65, 64, 1, 0].map(|length| tree.get(&keys(0..length)).device_length);
+        assert_eq!(lengths, [64, 0, 0, 0]);
+        // The last pair counts: another token after the page makes another page.
+        let mut other = keys(0..64);
+        other.push(1);
+        assert_eq!(tree.get(&other).device_length, 0);
+    }
+
+    #[test]
+    fn a_queue_is_checked_before_its_first_key_is_matched() {
+        let mut tree = tree(1, None);
+        tree.put(&keys(0..4), 0);
+        let before = tree.digest();
+        let (good, bad) = ([0_i64, 1], [0_i64, -1]);
+        let queue = [&good, &bad].map(|key| (Tokens::I64(key), Namespace::default()));
+        let text = tree.match_prefixes(&queue).unwrap_err().to_string();
+        assert!(text.starts_with("keys[1]: tokens[1] is -1"), "{text}");
+        assert_eq!(tree.digest(), before);
+        let found = tree.match_prefixes(&queue[..1]).unwrap();
+        assert_eq!(found[0].device_length, 2);
+    }
+
+    #[test]
+    fn bad_tokens_past_the_match_are_found() {
+        let mut tree = tree(4, None);
+        tree.put(&keys(0..8), 0);
+        let before = tree.digest();
+        for at in [3, 6, 8, 9] {
+            let mut key: Vec<i64> = (0..10).collect();
+            key[at] = 1 << 33;
+            let text = tree.match_prefix(Tokens::I64(&key), Namespace::default(), true).unwrap_err();
+            assert!(text.to_string().starts_with(&format!("tokens[{at}] ")), "{text}");
+        }
+        assert_eq!(tree.digest(), before);
     }
 }

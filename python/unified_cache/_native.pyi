@@ -1,0 +1,733 @@
+"""The native module: private, import its names from `unified_cache` and `unified_cache.events`.
+
+Terms. A *page* is ``page_size`` consecutive tokens of one prefix. Lengths are counted in positions: a
+position is a token, or in bigram mode a pair of neighbouring tokens. Page ids are indices into a pool,
+``uint32``; node ids are ints that are never used again, not even after a reset.
+
+Arrays that are handed out own their memory: nothing the tree does later changes them, and nothing done
+to them changes the tree.
+
+Errors are those of `unified_cache.errors`. A call that raises one has changed nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+from unified_cache.tree import Locks
+
+__all__ = [
+    "DEBUG_BUILD",
+    "Ack",
+    "BackupDone",
+    "BackupPlan",
+    "Cleared",
+    "Evicted",
+    "HostEvicted",
+    "HostInserted",
+    "HostLockReceipt",
+    "Inserted",
+    "LoadBackPlan",
+    "LockReceipt",
+    "Match",
+    "NodeInfo",
+    "Pin",
+    "PrefixTree",
+    "Removed",
+    "Stored",
+    "__version__",
+    "page_hashes",
+]
+
+DEBUG_BUILD: Final[bool]
+"""True if the module was built without optimisation; importing the package warns then."""
+
+__version__: Final[str]
+
+class _HasNumpy(Protocol):
+    def numpy(self) -> npt.NDArray[Any]: ...
+
+class _HasDLPack(Protocol):
+    def __dlpack__(self) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
+
+_Integers: TypeAlias = Buffer | Sequence[int] | _HasNumpy | _HasDLPack
+"""One-dimensional integers in ``0 .. 2**32-1``.
+
+A contiguous buffer of native int32, int64 or uint32 (numpy, ``array``) is read without a copy; so is a CPU
+tensor, through its ``numpy()`` or DLPack. Anything else that is a sequence of ints is converted, at
+about 20 ns an element.
+"""
+
+_Pages: TypeAlias = npt.NDArray[np.uint32]
+_Policy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+
+@final
+class Ack:
+    """Names a copy that has begun, until it is finished or cancelled. Equal acks name the same copy."""
+
+    @property
+    def kind(self) -> Literal["backup", "load_back"]:
+        """Which way the copy goes."""
+    @property
+    def serial(self) -> int:
+        """Its number among the copies of its tree, in the order in which they began."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Match:
+    """What `PrefixTree.match_prefix` found: a snapshot, it does not follow the tree."""
+
+    @property
+    def device_length(self) -> int:
+        """Positions on device, a multiple of the page size."""
+    @property
+    def device_pages(self) -> _Pages:
+        """The device pages of those positions in order, as at the match; device_length / page_size ids."""
+    @property
+    def host_hit_length(self) -> int:
+        """Positions held on host only, right after the device part."""
+    @property
+    def last_device_node(self) -> int:
+        """Deepest matched node that is on device, else the root: the node to lock."""
+    @property
+    def last_host_node(self) -> int:
+        """Deepest matched node, else the root: the node to load back."""
+    @property
+    def pending_ack(self) -> Ack | None:
+        """The youngest load-back that still fills some of the device pages; None if all are valid now."""
+
+@final
+class Inserted:
+    """What `PrefixTree.insert` did."""
+
+    @property
+    def prefix_len(self) -> int:
+        """Positions that the tree had before, on either tier."""
+    @property
+    def duplicate_pages(self) -> _Pages:
+        """The caller's pages that the tree did not take: the caller must free them."""
+    @property
+    def device_pages(self) -> _Pages:
+        """The tree's own pages for the whole key, to go on with."""
+    @property
+    def node(self) -> int:
+        """The node where the inserted key ends; the root if the key has less than a page."""
+    @property
+    def backup_nodes(self) -> list[int]:
+        """What the write policy wants on host now, ancestors first."""
+
+@final
+class Evicted:
+    """What `PrefixTree.evict` or `drop` did."""
+
+    @property
+    def device_pages(self) -> _Pages:
+        """Device pages that are free now, in the order of the victims."""
+    @property
+    def host_pages(self) -> _Pages:
+        """Host pages that are free now, of nodes that left the tree."""
+    @property
+    def demoted_nodes(self) -> list[int]:
+        """Nodes that are on host only now."""
+    @property
+    def write_back_nodes(self) -> list[int]:
+        """Victims to back up (`begin_backup`) or to give up (`drop`); locked until then.
+
+        Their device pages count towards the pages asked for, and come with the ack of the backup.
+        """
+    @property
+    def dropped_tokens(self) -> int:
+        """Positions whose last copy went."""
+
+@final
+class HostEvicted:
+    """What `PrefixTree.evict_host` freed."""
+
+    @property
+    def host_pages(self) -> _Pages:
+        """Host pages that are free now, in the order of the victims."""
+
+@final
+class BackupPlan:
+    """What a backup would copy. A plan holds nothing and changes nothing."""
+
+    @property
+    def nodes(self) -> list[int]:
+        """Nodes to hand to `begin_backup`, ancestors first; those that need no copy are left out."""
+    @property
+    def pages(self) -> int:
+        """Host pages to allocate for them."""
+    @property
+    def device_pages(self) -> _Pages:
+        """The device pages to copy from, in the order of `nodes`; shape (pages,)."""
+
+@final
+class BackupDone:
+    """What `PrefixTree.finish_backup` did."""
+
+    @property
+    def nodes(self) -> list[int]:
+        """Nodes whose host copy is valid now, ancestors first; both parts of one that was cut meanwhile."""
+    @property
+    def device_pages(self) -> _Pages:
+        """Device pages of write-back victims, free now."""
+
+@final
+class LoadBackPlan:
+    """The evicted part of a path, locked on both tiers until begun or cancelled. Used once."""
+
+    @property
+    def nodes(self) -> list[int]:
+        """The evicted nodes, ancestors first, as at the plan."""
+    @property
+    def pages(self) -> int:
+        """Device pages to allocate for them."""
+    @property
+    def host_pages(self) -> _Pages:
+        """The host pages to copy from, in the order of `nodes`; shape (pages,)."""
+    def cancel(self) -> None:
+        """Give the locks back.
+
+        Raises:
+            LockError: the plan was begun or cancelled before.
+        """
+
+@final
+class HostInserted:
+    """What `PrefixTree.insert_host` did."""
+
+    @property
+    def node(self) -> int:
+        """The deepest node of the path."""
+    @property
+    def duplicate_host_pages(self) -> _Pages:
+        """The caller's host pages that the tree did not take: the caller must free them."""
+    @property
+    def inserted_pages(self) -> int:
+        """Host pages that the tree took."""
+
+@final
+class NodeInfo:
+    """One node as it was when asked."""
+
+    @property
+    def id(self) -> int:
+        """The node's id."""
+    @property
+    def pages(self) -> int:
+        """Length of the node in pages."""
+    @property
+    def device_pages(self) -> _Pages | None:
+        """Its pages on device; None if it is not there."""
+    @property
+    def host_pages(self) -> _Pages | None:
+        """Its pages on host, those of a pending copy included; None if it has none."""
+    @property
+    def parent(self) -> int | None:
+        """None for the root."""
+    @property
+    def hit_count(self) -> int:
+        """Requests that inserted a key through this node."""
+    @property
+    def priority(self) -> int:
+        """The highest priority that an insert gave it."""
+    @property
+    def lock_ref(self) -> int:
+        """Device locks on the node."""
+    @property
+    def host_lock_ref(self) -> int:
+        """Host locks on the node."""
+    @property
+    def locks(self) -> Locks:
+        """Both lock counts as a named tuple (device, host)."""
+    @property
+    def pending(self) -> Ack | None:
+        """The copy that the node is part of and that has not ended."""
+    @property
+    def held(self) -> bool:
+        """True for a write-back victim that was neither backed up nor dropped yet."""
+    @property
+    def pins(self) -> int:
+        """Pins that cover the node."""
+
+@final
+class LockReceipt:
+    """A device lock on the path from a node to the root."""
+
+    @property
+    def node(self) -> int:
+        """The node that was locked."""
+    @property
+    def released(self) -> bool:
+        """True once the lock was given back."""
+
+@final
+class HostLockReceipt:
+    """A host lock on one node, and on every part that it is cut into."""
+
+    @property
+    def node(self) -> int:
+        """The node that was locked."""
+    @property
+    def released(self) -> bool:
+        """True once the lock was given back."""
+
+@final
+class Pin:
+    """A pin on the path from a node to the root."""
+
+    @property
+    def node(self) -> int:
+        """The node that was pinned."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Stored:
+    """Pages came to a tier. They follow each other, and their parent was stored before."""
+
+    @property
+    def tier(self) -> Literal["device", "host"]:
+        """The tier that changed."""
+    @property
+    def hashes(self) -> list[int]:
+        """One hash a page: the first 8 bytes of its digest as a signed big-endian integer."""
+    @property
+    def parent(self) -> int | None:
+        """The hash of the page before the first one; None at the beginning of a prefix."""
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the pages (bigram: positions + 1 raw tokens)."""
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+    @property
+    def extra_key(self) -> str | None:
+        """First half of the namespace."""
+    @property
+    def cache_salt(self) -> str | None:
+        """Second half of the namespace."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Removed:
+    """Pages left a tier."""
+
+    @property
+    def tier(self) -> Literal["device", "host"]:
+        """The tier that changed."""
+    @property
+    def hashes(self) -> list[int]:
+        """The pages' hashes, as in `Stored`."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Cleared:
+    """Everything left both tiers; after an overflow of the queue the whole content follows anew."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class PrefixTree:
+    """Which prefixes are cached, in which pages, on which tier. It decides; the caller copies and allocates.
+
+    Args:
+        page_size: tokens a page, 1 to 256.
+        eviction_policy: one of `eviction_policies()`.
+        policy_options: settings of the policy by name, such as ``{"protected_threshold": 2}`` (slru) or
+            ``{"threshold": 0, "next_prompt_estimate": 0}`` (tlru).
+        write_policy: when a node goes to host: "write_through" at its first insert,
+            "write_through_selective" at its third hit, "write_back" when the device evicts it;
+            None: there is no host tier, eviction deletes.
+        write_through_threshold: hits at which a node goes to host; None: 1, selective 3.
+        bigram: positions are pairs of neighbouring tokens (speculative decoding).
+        events: queue an event for every change of a tier.
+        event_capacity: events that the queue holds; past that it is replaced by a `Cleared` and the content.
+        pin_capacity: positions that pins may cover together; None: no limit.
+
+    A namespace, the pair ``extra_key`` and ``cache_salt``, is part of a prefix's identity: equal tokens in
+    different namespaces share nothing. None and ``""`` differ.
+
+    Calls from several threads take turns; long ones let other Python threads run. After an internal error
+    every call is a `PoisonedError` until `reset`.
+    """
+
+    def __new__(
+        cls,
+        page_size: int = 1,
+        *,
+        eviction_policy: str = "lru",
+        policy_options: Mapping[str, int] | None = None,
+        write_policy: _Policy | None = "write_through",
+        write_through_threshold: int | None = None,
+        bigram: bool = False,
+        events: bool = False,
+        event_capacity: int = 65536,
+        pin_capacity: int | None = None,
+    ) -> Self:
+        """Make an empty tree.
+
+        Raises:
+            ArgumentError: a setting that is out of range or unknown; the message lists what is allowed.
+        """
+
+    @staticmethod
+    def eviction_policies() -> list[str]:
+        """The names of the eviction policies."""
+
+    # Looking up
+
+    def match_prefix(
+        self,
+        tokens: _Integers,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        include_evicted: bool = True,
+    ) -> Match:
+        """Find the longest cached prefix of `tokens`, in whole pages, and mark it as just used.
+
+        A match that ends inside a node cuts that node, so that the returned node covers what was matched.
+        An engine that must compute one token passes ``tokens[:-1]``.
+
+        Args:
+            tokens: the key; a tail that fills no page is checked but not looked up.
+            extra_key: first half of the namespace.
+            cache_salt: second half of the namespace.
+            include_evicted: go on past the device part through nodes that are on host.
+
+        Raises:
+            ArgumentError: a token out of range (the message names its position).
+        """
+    def peek_prefix(
+        self,
+        tokens: _Integers,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        include_evicted: bool = True,
+    ) -> Match:
+        """`match_prefix` without any effect: equal lengths and pages, no cut, no stamp.
+
+        Its nodes are the deepest ones that the match covers wholly.
+        """
+    def match_prefixes(
+        self,
+        keys: Sequence[_Integers],
+        *,
+        extra_keys: Sequence[str | None] | None = None,
+        cache_salts: Sequence[str | None] | None = None,
+    ) -> list[Match]:
+        """`match_prefix` for a whole waiting queue, as if called one after the other.
+
+        Args:
+            keys: the keys.
+            extra_keys: one for each key; None: none of them has one.
+            cache_salts: likewise.
+
+        Raises:
+            ArgumentError: lists of different lengths, or a bad token in any key.
+        """
+
+    # Inserting
+
+    def insert(
+        self,
+        tokens: _Integers,
+        pages: _Integers,
+        *,
+        prev_prefix_len: int = 0,
+        inserted_len: int = 0,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        chunked: bool = False,
+    ) -> Inserted:
+        """Give the tree the device pages of a computed prefix. Only whole pages go in.
+
+        Args:
+            tokens: the key from its first token.
+            pages: one device page id for each whole page of the key.
+            prev_prefix_len: positions at the front whose pages the caller borrowed from the tree; a
+                multiple of the page size, not past what is on device. They are never duplicates.
+            inserted_len: positions that this request has inserted before; nodes that end there or before
+                get no hit.
+            extra_key: first half of the namespace.
+            cache_salt: second half of the namespace.
+            priority: raises the priority of every node on the path to at least this.
+            chunked: a part of a prompt still being computed: no node gets a hit.
+
+        Raises:
+            ArgumentError: a token out of range, a wrong number of pages, a bad `prev_prefix_len`.
+        """
+    def insert_host(
+        self,
+        anchor: int,
+        tokens: _Integers,
+        host_pages: _Integers,
+        *,
+        hashes: npt.NDArray[np.uint8] | Sequence[bytes] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> HostInserted:
+        """Give the tree host pages that were read from storage.
+
+        Args:
+            anchor: the node after which `tokens` begin.
+            tokens: the key from where the anchor ends.
+            host_pages: one host page id for each whole page of `tokens`.
+            hashes: the pages' digests if known, uint8 (pages, 32); else they are computed when needed.
+            extra_key: first half of the namespace: needed below the root, else it must fit the anchor's
+                (both None: taken from there).
+            cache_salt: second half of the namespace.
+
+        Raises:
+            UnknownNodeError: `anchor` is no node.
+            ArgumentError: a token out of range, a wrong number of pages or hashes, a namespace that does
+                not fit, or a tree without a host tier.
+        """
+
+    # Locks
+
+    def inc_lock_ref(self, node: int) -> LockReceipt:
+        """Keep the path from `node` to the root on device until the receipt is given back.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def dec_lock_ref(self, lock: LockReceipt) -> None:
+        """Give a device lock back.
+
+        Raises:
+            LockError: the receipt is another tree's, from before a reset, or was given back before.
+        """
+    def inc_host_lock_ref(self, node: int) -> HostLockReceipt:
+        """Keep the host pages of one node until the receipt is given back; cuts are followed.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def dec_host_lock_ref(self, lock: HostLockReceipt) -> None:
+        """Give a host lock back.
+
+        Raises:
+            LockError: the receipt is another tree's, from before a reset, or was given back before.
+        """
+
+    # Evicting
+
+    def evict(self, num_pages: int, *, host_room: int | None = None) -> Evicted:
+        """Free at least `num_pages` device pages if that can be done, and say how.
+
+        Args:
+            num_pages: how many device pages are needed.
+            host_room: host pages that write-backs may use; None: no limit. Victims past it are dropped.
+
+        Raises:
+            ArgumentError: a negative number.
+        """
+    def drop(self, nodes: Sequence[int]) -> Evicted:
+        """Give up write-back victims that could not be backed up.
+
+        One that somebody else locked meanwhile, or that has a child on device, stays on device.
+
+        Raises:
+            UnknownNodeError: one of the nodes is no node.
+            LockError: one of the nodes is not held.
+            ArgumentError: a node is listed twice.
+        """
+    def evict_host(self, num_pages: int) -> HostEvicted:
+        """Free at least `num_pages` host pages if that can be done, copies of nodes on device first.
+
+        Raises:
+            ArgumentError: a negative number.
+        """
+
+    # Device to host
+
+    def plan_backup(self, nodes: Sequence[int]) -> BackupPlan:
+        """What has to be copied so that `nodes` are on host; unbacked ancestors are put first.
+
+        Nodes that are gone, backed up or pending are left out.
+        """
+    def begin_backup(self, nodes: Sequence[int], host_pages: _Integers) -> Ack:
+        """Say that one copy of `nodes` to `host_pages` is under way; they stay on device until its end.
+
+        Args:
+            nodes: a plan's nodes; without any, the ack publishes nothing.
+            host_pages: dealt to them in order.
+
+        Raises:
+            UnknownNodeError: one of the nodes is no node.
+            LockError: one of the nodes is not on device, or is backed up or pending.
+            ArgumentError: a node is listed twice or before its unbacked parent, a wrong number of pages, or
+                a tree without a host tier.
+        """
+    def finish_backup(self, ack: Ack) -> BackupDone:
+        """Say that the copy has ended: the host copies are valid now.
+
+        Raises:
+            LockError: the ack is another tree's, stale, or of another kind.
+        """
+    def cancel_backup(self, ack: Ack) -> _Pages:
+        """Say that the copy failed. Returns the host pages to free.
+
+        Under the write_through policies the host copies of descendants go too.
+
+        Raises:
+            LockError: the ack is another tree's, stale, or of another kind; or a host copy that
+                would have to go is locked.
+        """
+
+    # Host to device
+
+    def plan_load_back(self, node: int) -> LoadBackPlan:
+        """Lock the path from `node` to the root on both tiers and say what of it has to be copied.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def begin_load_back(self, plan: LoadBackPlan, device_pages: _Integers) -> Ack:
+        """Say that the copy of a plan is under way: its nodes are on device, valid at the ack.
+
+        Args:
+            plan: used up by this call.
+            device_pages: dealt to the plan's nodes in order.
+
+        Raises:
+            LockError: the plan is another tree's, was used before, or one of its nodes is on device again
+                (cancel it then).
+            ArgumentError: a wrong number of pages.
+        """
+    def finish_load_back(self, ack: Ack) -> None:
+        """Say that the copy has ended, and give the locks back.
+
+        Raises:
+            LockError: the ack is another tree's, stale, or of another kind.
+        """
+    def cancel_load_back(self, ack: Ack) -> _Pages:
+        """Say that the copy failed: its nodes are on host only again. Returns the device pages to free.
+
+        Raises:
+            LockError: the ack is another tree's, stale, or of another kind; or somebody else uses one of
+                the nodes.
+        """
+
+    # Pins
+
+    def pin(self, node: int, expires_at: float | None = None) -> Pin:
+        """Keep one copy, on either tier, of every node from `node` to the root.
+
+        Args:
+            node: the end of the prefix to keep.
+            expires_at: the time from which `expire_pins` ends the pin; None: never.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+            ArgumentError: more than `pin_capacity` would be pinned, or a tree without a host tier.
+        """
+    def unpin(self, pin: Pin) -> None:
+        """End a pin.
+
+        Raises:
+            LockError: the pin is another tree's, from before a reset, expired, or was ended before.
+        """
+    def expire_pins(self, now: float) -> int:
+        """End all pins whose time has come; returns how many."""
+
+    # Looking at the tree
+
+    def node_info(self, node: int) -> NodeInfo:
+        """One node, as it is now.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def page_hashes(self, node: int) -> npt.NDArray[np.uint8]:
+        """The digests of the node's own pages, uint8 (pages, 32).
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def prefix_hashes(self, node: int) -> npt.NDArray[np.uint8]:
+        """The digests of all pages from the root to the node's end, uint8 (pages, 32).
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    @property
+    def root(self) -> int:
+        """The root's id. It holds no page, is never locked and never evicted."""
+    @property
+    def page_size(self) -> int:
+        """Tokens a page, as given."""
+    @property
+    def evictable_tokens(self) -> int:
+        """Positions on device that no lock keeps there."""
+    @property
+    def protected_tokens(self) -> int:
+        """Positions on device under a lock."""
+    @property
+    def device_tokens(self) -> int:
+        """Positions on device."""
+    @property
+    def host_tokens(self) -> int:
+        """Positions with a valid host copy."""
+    @property
+    def pending_host_tokens(self) -> int:
+        """Positions whose host copy is under way."""
+    @property
+    def pinned_tokens(self) -> int:
+        """Positions under at least one pin."""
+    @property
+    def page_hash_count(self) -> int:
+        """Page digests computed so far."""
+    def __len__(self) -> int:
+        """Nodes in the tree, without the root."""
+    def __bool__(self) -> bool:
+        """True: an empty tree is a tree."""
+    def check_invariants(self) -> None:
+        """Recompute what the tree keeps up as it goes, and compare.
+
+        Raises:
+            InvariantError: names the first violation.
+        """
+    def digest(self) -> int:
+        """A number in ``[0, 2**62)`` that is equal for trees that hold the same."""
+    def take_events(self) -> list[Stored | Removed | Cleared]:
+        """The events since the last call, oldest first; empty without ``events=True``."""
+    def reset(self) -> None:
+        """Forget everything. Ids, receipts, plans, acks and pins from before are refused from now on."""
+
+def page_hashes(
+    tokens: _Integers,
+    page_size: int,
+    *,
+    parent: bytes | npt.NDArray[np.uint8] | None = None,
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+    bigram: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """The chained SHA-256 digests of the whole pages of `tokens`, uint8 (pages, 32).
+
+    Args:
+        tokens: the key, or its part after `parent`.
+        page_size: tokens a page.
+        parent: digest of the page before, 32 bytes; None at the beginning of a prefix.
+        extra_key: first half of the namespace, which seeds the chain (a `parent` has it in it already).
+        cache_salt: second half of the namespace.
+        bigram: positions are pairs of neighbouring tokens.
+
+    Raises:
+        ArgumentError: a token out of range, a bad page size, a parent that is not 32 bytes.
+    """

@@ -1,0 +1,278 @@
+"""The model against numbers worked out by hand, so that both trees are not wrong in the same way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.driver import Config, generate, make_config, model_factory, run, shrink
+from tests.model.tree_model import (
+    POLICIES,
+    Cleared,
+    LockError,
+    ModelTree,
+    Removed,
+    Stored,
+    event_hash,
+    namespace_seed,
+    page_hashes,
+)
+
+VECTORS = json.loads((Path(__file__).parent.parent / "data" / "vectors.json").read_text())
+
+
+@pytest.mark.parametrize("vector", VECTORS)
+def test_hash_vectors(vector: dict[str, Any]) -> None:
+    names = {"extra_key": vector["extra_key"], "cache_salt": vector["cache_salt"]}
+    digests = page_hashes(vector["tokens"], vector["page_size"], bigram=vector["bigram"], **names)
+    assert [d.hex() for d in digests] == vector["digests"]
+    assert [event_hash(d) for d in digests] == vector["event_hashes"]
+
+    tree = ModelTree(vector["page_size"], bigram=vector["bigram"])
+    node = tree.insert(vector["tokens"], list(range(len(digests))), **names).node
+    assert tree.prefix_hashes(node) == digests
+
+
+def test_a_chain_goes_on_from_its_parent() -> None:
+    whole = page_hashes(range(12), 4, extra_key="a")
+    assert page_hashes(range(4, 12), 4, parent=whole[0]) == whole[1:]
+    assert page_hashes(range(4), 4, parent=namespace_seed(("a", None))) == whole[:1]
+
+
+def test_case_6_a_full_hit_and_its_last_page_again() -> None:
+    tree = ModelTree(16)
+    tree.insert(range(48), [0, 1, 2])
+    assert tree.match_prefix(range(48)).device_length == 48
+    again = tree.insert(range(48), [0, 1, 9], prev_prefix_len=32)
+    assert again.duplicate_pages == [9]
+    assert again.device_pages == [0, 1, 2]
+    assert tree.device_tokens == 48
+
+
+def test_case_10_a_lock_covers_what_was_matched() -> None:
+    tree = ModelTree(1, write_policy=None)
+    tree.insert(range(1, 11), range(10))
+    m = tree.match_prefix([1, 2, 3, 4, 5, 6, 99])
+    assert m.device_length == 6
+    lock = tree.inc_lock_ref(m.last_device_node)
+    tree.insert([1, 2, 3, 4, 5, 6, 50, 51], [*range(6), 20, 21])
+    assert tree.protected_tokens == 6
+    tree.dec_lock_ref(lock)
+    assert tree.protected_tokens == 0
+    with pytest.raises(LockError):
+        tree.dec_lock_ref(lock)
+    assert sorted(tree.evict(100).device_pages) == [*range(10), 20, 21]
+    assert len(tree) == 0
+
+
+def test_case_12_less_than_a_page_leaves_no_trace() -> None:
+    tree = ModelTree(64)
+    tree.insert(range(64), [0])
+    m = tree.match_prefix(range(63))
+    assert (m.device_length, m.last_device_node, len(tree)) == (0, tree.root, 1)
+
+
+def test_case_22_no_room_on_host_means_dropped() -> None:
+    tree = ModelTree(4, write_policy="write_back")
+    tree.insert(range(8), [0, 1])
+    tree.insert(range(100, 108), [2, 3])
+    e = tree.evict(2, host_room=0)
+    assert (e.device_pages, e.write_back_nodes, e.dropped_tokens) == ([0, 1], [], 8)
+    assert tree.match_prefix(range(8)).device_length == 0
+
+
+def test_case_44_bigram_walks_stop_in_time() -> None:
+    tree = ModelTree(64, bigram=True)
+    anchor = tree.root
+    tree.insert(range(65), [0])
+    assert [tree.match_prefix(range(n)).device_length for n in (64, 65, 1, 0)] == [0, 64, 0, 0]
+    for n in (64, 1, 0):
+        assert tree.insert_host(anchor, range(n), []).inserted_pages == 0
+    assert tree.insert_host(anchor, range(65), [7]).inserted_pages == 1
+
+
+@pytest.mark.parametrize(
+    "policy, victim",
+    [
+        ("lru", "b"),
+        ("lfu", "b"),
+        ("fifo", "a"),
+        ("mru", "a"),
+        ("filo", "c"),
+        ("priority", "b"),
+        ("slru", "b"),
+    ],
+)
+def test_case_60_the_victim_after_a_touch(policy: str, victim: str) -> None:
+    tree = ModelTree(1, eviction_policy=policy, write_policy=None)
+    nodes = {name: tree.insert([token], [token]).node for token, name in enumerate("abc")}
+    tree.match_prefix([0])
+    assert tree.evict(1).device_pages == [list(nodes).index(victim)]
+
+
+def test_priority_and_slru_keys() -> None:
+    tree = ModelTree(1, eviction_policy="priority", write_policy=None)
+    tree.insert([0], [0], priority=5)
+    tree.insert([1], [1], priority=1)
+    tree.insert([1], [1], priority=7)
+    assert tree.evict(1).device_pages == [0]
+
+    tree = ModelTree(1, eviction_policy="slru", write_policy=None)
+    tree.insert([0], [0])
+    tree.insert([0], [0])
+    tree.insert([1], [1])
+    assert tree.evict(1).device_pages == [1]  # the older one has two hits
+
+
+def test_tlru_lets_the_safe_tail_go_first() -> None:
+    # history is 10: with a threshold of 4 what begins at 6 or later can be computed again in time
+    tree = ModelTree(1, eviction_policy="tlru", policy_options={"threshold": 4}, write_policy=None)
+    tree.insert(range(50, 56), range(50, 56))  # history 6, begins at 0: not safe
+    tree.insert(range(6), range(6))
+    tree.insert(range(10), range(10), prev_prefix_len=6)
+    assert tree.evict(4).device_pages == [6, 7, 8, 9]
+    assert tree.evict(2).device_pages == [54, 55]
+
+
+def test_the_last_victim_is_trimmed() -> None:
+    tree = ModelTree(1, write_policy=None)
+    old = tree.insert(range(10), range(10)).node
+    assert tree.evict(3).device_pages == [7, 8, 9]
+    assert tree.match_prefix(range(10)).device_pages == list(range(7))
+    with pytest.raises(KeyError):
+        tree.node_info(old)
+
+
+def test_duplicates_adoption_and_hits() -> None:
+    tree = ModelTree(2)
+    first = tree.insert([0, 1, 2, 3], [10, 11])
+    assert (first.prefix_len, first.backup_nodes) == (0, [first.node])
+    tree.finish_backup(tree.begin_backup([first.node], [0, 1]))
+    assert tree.evict(2).demoted_nodes == [first.node]
+    # the evicted node takes the new pages, nothing is a duplicate there
+    second = tree.insert([0, 1, 2, 3, 4, 5], [20, 21, 22])
+    assert (second.prefix_len, second.duplicate_pages, second.device_pages) == (4, [], [20, 21, 22])
+    third = tree.insert([0, 1, 2, 3, 4, 5], [20, 31, 32], prev_prefix_len=2, inserted_len=4)
+    assert third.duplicate_pages == [31, 32]
+    assert tree.node_info(first.node).hit_count == 2
+    assert tree.node_info(third.node).hit_count == 2
+    for wrong in (1, 8):
+        with pytest.raises(ValueError):
+            tree.insert([0, 1, 2, 3, 4, 5], [20, 21, 22], prev_prefix_len=wrong)
+
+
+def test_one_ack_publishes_both_parts_of_a_cut_node() -> None:
+    tree = ModelTree(4, events=True)
+    a = tree.insert(range(16), [0, 1, 2, 3]).node
+    ack = tree.begin_backup([a], [5, 6, 7, 8])
+    tree.take_events()
+    b = tree.insert([*range(8), *range(50, 58)], [0, 1, 4, 5], prev_prefix_len=8)
+    upper = tree.node_info(a).parent
+    assert upper is not None
+    assert tree.node_info(a).host_pages == [7, 8]
+    done = tree.finish_backup(ack)
+    assert done.nodes == [upper, a]
+    digests = [event_hash(d) for d in page_hashes(range(16), 4)]
+    assert tree.take_events()[1:] == [
+        Stored("host", digests[:2], None, list(range(8)), 4, None, None),
+        Stored("host", digests[2:], digests[1], list(range(8, 16)), 4, None, None),
+    ]
+    assert tree.host_tokens == 16
+    assert tree.evictable_tokens == 24
+    assert tree.node_info(b.node).host_pages is None
+
+
+def test_write_back_hold_backup_and_drop() -> None:
+    tree = ModelTree(1, write_policy="write_back")
+    a = tree.insert([1, 2, 3], [1, 2, 3]).node
+    b = tree.insert([7, 8], [7, 8]).node
+    assert tree.evict(4).write_back_nodes == [a, b]
+    assert tree.protected_tokens == 5
+    assert tree.drop([b]).device_pages == [7, 8]
+    done = tree.finish_backup(tree.begin_backup([a], [0, 1, 2]))
+    assert done.device_pages == [1, 2, 3]
+    m = tree.match_prefix([1, 2, 3])
+    assert (m.device_length, m.host_hit_length, m.last_host_node) == (0, 3, a)
+
+    plan = tree.plan_load_back(a)
+    ack = tree.begin_load_back(plan, [4, 5, 6])
+    assert tree.match_prefix([1, 2]).pending_ack == ack
+    assert tree.cancel_load_back(ack) == [4, 5, 6]
+    assert tree.node_info(a).locks == (0, 0)
+
+
+def test_mirrors_go_before_host_leaves() -> None:
+    tree = ModelTree(1)
+    a = tree.insert([1], [1]).node
+    b = tree.insert([1, 2], [1, 2], prev_prefix_len=1).node
+    tree.finish_backup(tree.begin_backup([a, b], [11, 12]))
+    tree.insert_host(tree.root, [9], [19])
+    lock = tree.inc_lock_ref(b)
+    # both are mirrors; the parent keeps its copy until the child's has gone
+    assert tree.evict_host(1).host_pages == [12]
+    assert tree.evict_host(2).host_pages == [11, 19]
+    tree.dec_lock_ref(lock)
+    assert tree.device_tokens == 2
+
+
+def test_a_full_event_queue_tells_everything_anew() -> None:
+    tree = ModelTree(1, events=True, event_capacity=2, write_policy=None)
+    for token in range(3):
+        tree.insert([token], [token])
+    events = tree.take_events()
+    assert events[0] == Cleared()
+    assert [e.tokens for e in events if isinstance(e, Stored)] == [[0], [1], [2]]
+    tree.evict(1)
+    assert tree.take_events() == [Removed("device", [event_hash(page_hashes([0], 1)[0])])]
+
+
+def test_reset_refuses_what_came_before() -> None:
+    tree = ModelTree(1)
+    root = tree.root
+    node = tree.insert([1], [1]).node
+    lock, plan, pin = tree.inc_lock_ref(node), tree.plan_load_back(node), tree.pin(node)
+    ack = tree.begin_backup([node], [1])
+    tree.reset()
+    assert tree.root not in (root, node)
+    for call in (
+        lambda: tree.dec_lock_ref(lock),
+        lambda: tree.begin_load_back(plan, []),
+        plan.cancel,
+        lambda: tree.unpin(pin),
+        lambda: tree.finish_backup(ack),
+    ):
+        with pytest.raises(LockError):
+            call()
+    with pytest.raises(KeyError):
+        tree.inc_lock_ref(node)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_driver_keeps_the_rules(policy: str) -> None:
+    """The model against itself: accounts, invariants and mirror of the model alone."""
+    for seed in range(4):
+        config = make_config(seed, policy)
+        assert run(generate(seed, 100, config), config, model_factory, every=3) is None
+
+
+def test_the_driver_finds_and_shrinks_a_fault() -> None:
+    class Forgetful(ModelTree):
+        def evict(self, num_pages: int, *, host_room: int | None = None) -> Any:
+            out = super().evict(num_pages, host_room=host_room)
+            out.device_pages.reverse()
+            return out
+
+    def factory(config: Config) -> ModelTree:
+        return Forgetful(**config.tree_arguments())
+
+    failures = []
+    for seed in range(20):
+        config = make_config(seed, "lru")
+        failures.append(run(generate(seed, 200, config), config, factory))
+    found = [f for f in failures if f is not None]
+    assert found
+    shortest = shrink(found[0].script, found[0].config, factory)
+    assert shortest is not None
+    assert len(shortest.script) <= 4
+    assert "for tests/model/regressions.py" in shortest.report()

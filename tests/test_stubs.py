@@ -1,0 +1,33 @@
+"""The hand-written stub says what the native module is."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import unified_cache
+
+
+def test_stubs_agree_with_the_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "unified_cache._native"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[1],
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_stub_documents_every_name() -> None:
+    stub = Path(unified_cache.__file__).with_name("_native.pyi")
+    undocumented = []
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            parts = [node, *(n for n in node.body if isinstance(n, ast.FunctionDef))]
+            for part in parts:
+                dunder = part.name.startswith("__") and part.name != "__new__"
+                if not dunder and ast.get_docstring(part) is None:
+                    undocumented.append(f"{node.name}.{part.name}" if part is not node else node.name)
+    assert undocumented == []
