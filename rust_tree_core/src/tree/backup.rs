@@ -91,8 +91,11 @@ impl Tree {
             self.set_host_value(slot, Pages::from(pages), Some(serial));
         }
         for &slot in &slots {
-            if self.nodes[slot as usize].held() {
+            let node = &self.nodes[slot as usize];
+            if node.hold == node.id {
                 self.clear_hold(slot);
+            } else {
+                self.edit(slot, |node| node.hold = 0); // the rest waits for the node that was held first
             }
         }
         self.backups.insert(serial, PendingBackup { nodes: nodes.to_vec() });
