@@ -92,6 +92,8 @@ pub(crate) trait Word: Copy + Send + Sync + 'static {
     fn is(self, token: u32) -> bool;
     /// True if any word of a block differs from the stored tokens.
     fn block_differs(words: &[Self; BLOCK], tokens: &[u32; BLOCK]) -> bool;
+    /// The token plus a key, modulo 2^32; written so that one vector multiplication takes the product of two.
+    fn plus(self, key: u64) -> u64;
     /// Not zero if a word is out of range; `|` over many words keeps that.
     fn excess(self) -> u32;
 }
@@ -116,6 +118,10 @@ impl Word for u32 {
             any |= words[i] ^ tokens[i];
         }
         any != 0
+    }
+    #[inline(always)]
+    fn plus(self, key: u64) -> u64 {
+        u64::from(self).wrapping_add(key) & u64::from(u32::MAX)
     }
     #[inline(always)]
     fn excess(self) -> u32 {
@@ -144,6 +150,10 @@ impl Word for i64 {
             any |= words[i] ^ i64::from(tokens[i]);
         }
         any != 0
+    }
+    #[inline(always)]
+    fn plus(self, key: u64) -> u64 {
+        self.cast_unsigned().wrapping_add(key) & u64::from(u32::MAX)
     }
     #[inline(always)]
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // the high half is what is asked for
@@ -233,22 +243,28 @@ for_cpu! {
 for_cpu! {
     /// NH, the universal hash of UMAC (RFC 4418, section 5.2), over the words of one page.
     ///
-    /// Two different pages of one width collide with probability 2^-32 over random keys; needs one key a
-    /// word and one more. The second half of the page is paired with the first, so that lanes need no shuffle.
-    fn page_sum<W: Word>(words: &[W], keys: &[u32]) -> u64 {
+    /// Two different pages of one width collide with probability 2^-32 over random keys (each below 2^32); needs one
+    /// key a word and one more. The second half of the page is paired with the first, so that lanes need no shuffle.
+    fn page_sum<W: Word>(words: &[W], keys: &[u64]) -> u64 {
+        const LANES: usize = 8;
         let half = words.len().div_ceil(2);
         let (low_words, high_words) = words.split_at(half);
         let (low_keys, high_keys) = keys.split_at(half);
         let pairs = high_words.len();
-        let mut sum = 0_u64;
-        for i in 0..pairs {
-            let a = low_words[i].low().wrapping_add(low_keys[i]);
-            let b = high_words[i].low().wrapping_add(high_keys[i]);
-            sum = sum.wrapping_add(u64::from(a) * u64::from(b));
+        let mut sums = [0_u64; LANES];
+        let blocks = low_words.as_chunks::<LANES>().0.iter().zip(low_keys.as_chunks::<LANES>().0);
+        let others = high_words.as_chunks::<LANES>().0.iter().zip(high_keys.as_chunks::<LANES>().0);
+        for ((a, a_keys), (b, b_keys)) in blocks.zip(others) {
+            for i in 0..LANES {
+                sums[i] = sums[i].wrapping_add(a[i].plus(a_keys[i]) * b[i].plus(b_keys[i]));
+            }
+        }
+        let mut sum = sums.iter().fold(0_u64, |sum, lane| sum.wrapping_add(*lane));
+        for i in pairs / LANES * LANES..pairs {
+            sum = sum.wrapping_add(low_words[i].plus(low_keys[i]) * high_words[i].plus(high_keys[i]));
         }
         if pairs < half {
-            let a = low_words[pairs].low().wrapping_add(low_keys[pairs]);
-            sum = sum.wrapping_add(u64::from(a) * u64::from(high_keys[pairs]));
+            sum = sum.wrapping_add(low_words[pairs].plus(low_keys[pairs]) * high_keys[pairs]);
         }
         sum
     }
@@ -351,15 +367,15 @@ mod tests {
 
     #[test]
     fn page_sum_is_the_definition_and_sees_every_word() {
-        let keys: Vec<u32> = (0..300_u32).map(|i| i.wrapping_mul(0x9E37_79B9) | 1).collect();
+        let keys: Vec<u64> = (0..300_u32).map(|i| u64::from(i.wrapping_mul(0x9E37_79B9) | 1)).collect();
         for width in [1_usize, 2, 3, 16, 17, 64, 65, 256, 257] {
             let page: Vec<u32> = (0..width).map(|i| (i as u32).wrapping_mul(77_777)).collect();
             let wide: Vec<i64> = page.iter().map(|&t| i64::from(t)).collect();
             let half = width.div_ceil(2);
             let mut want = 0_u64;
             for i in 0..half {
-                let a = page[i].wrapping_add(keys[i]);
-                let b = page.get(half + i).copied().unwrap_or(0).wrapping_add(keys[half + i]);
+                let a = page[i].wrapping_add(keys[i] as u32);
+                let b = page.get(half + i).copied().unwrap_or(0).wrapping_add(keys[half + i] as u32);
                 want = want.wrapping_add(u64::from(a) * u64::from(b));
             }
             assert_eq!(page_sum(&page, &keys), want);

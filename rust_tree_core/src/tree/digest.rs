@@ -27,9 +27,9 @@ const HELD: u64 = 0x94D0_49BB_1331_11EB;
 const PINS: u64 = 0xBF58_476D_1CE4_E5B9;
 
 /// Keys of the page hash: fixed, since ranks must agree.
-static KEYS: [u32; Shape::MAX_PAGE + 3] = keys();
+static KEYS: [u64; Shape::MAX_PAGE + 3] = keys();
 
-const fn keys() -> [u32; Shape::MAX_PAGE + 3] {
+const fn keys() -> [u64; Shape::MAX_PAGE + 3] {
     let mut keys = [0; Shape::MAX_PAGE + 3];
     let mut state = 0x2545_F491_4F6C_DD1D_u64;
     let mut at = 0;
@@ -37,7 +37,7 @@ const fn keys() -> [u32; Shape::MAX_PAGE + 3] {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        keys[at] = (state >> 32) as u32;
+        keys[at] = state >> 32;
         at += 1;
     }
     keys

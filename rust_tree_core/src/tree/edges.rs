@@ -20,14 +20,15 @@ struct Edge {
 #[derive(Debug)]
 pub(crate) struct Edges {
     table: HashTable<Edge>,
-    keys: Box<[u32]>,
+    /// Each below 2^32.
+    keys: Box<[u64]>,
     seed: u64,
 }
 
 impl Edges {
     pub fn new(shape: Shape) -> Self {
         let random = RandomState::new();
-        let keys = (0..=shape.width() + 1).map(|i| random.hash_one(i) as u32).collect();
+        let keys = (0..=shape.width() + 1).map(|i| random.hash_one(i) >> 32).collect();
         Self { table: HashTable::new(), keys, seed: random.hash_one(u64::MAX) }
     }
 

@@ -104,6 +104,7 @@ impl Tree {
         let count = |is: fn(&Node) -> bool| {
             self.children(slot).filter(|&child| is(&self.nodes[child as usize])).count()
         };
+        require(node.child_count as usize == self.children(slot).count(), "child_count is wrong")?;
         require(node.device_children as usize == count(Node::on_device), "device_children is wrong")?;
         require(node.host_children as usize == count(Node::backed), "host_children is wrong")?;
 

@@ -502,7 +502,9 @@ impl Tree {
     }
 
     fn link(&mut self, slot: Slot, parent: Slot) {
-        let next = std::mem::replace(&mut self.nodes[parent as usize].first_child, slot);
+        let above = &mut self.nodes[parent as usize];
+        above.child_count += 1;
+        let next = std::mem::replace(&mut above.first_child, slot);
         if next != NONE {
             self.nodes[next as usize].previous_sibling = slot;
         }
@@ -515,6 +517,7 @@ impl Tree {
     fn unlink(&mut self, slot: Slot) {
         let node = &self.nodes[slot as usize];
         let (parent, next, previous) = (node.parent, node.next_sibling, node.previous_sibling);
+        self.nodes[parent as usize].child_count -= 1;
         if previous == NONE {
             self.nodes[parent as usize].first_child = next;
         } else {
@@ -541,7 +544,7 @@ impl Tree {
         self.namespaces.release(namespace);
         self.unlink(slot);
         self.slots.remove(&id);
-        self.nodes[slot as usize] = Node::blank(DEAD);
+        self.nodes[slot as usize].bury();
         self.free.push(slot);
         self.refresh(parent);
     }

@@ -92,6 +92,8 @@ pub(crate) struct Node {
     pub device_children: u32,
     pub flags: u32,
     pub namespace: NamespaceId,
+    pub first_child: Slot,
+    pub child_count: u32,
     pub components: [ComponentState; COMPONENTS],
     /// `len` pages of raw tokens (bigram: and the token that the next page begins with).
     pub tokens: Box<[u32]>,
@@ -114,7 +116,6 @@ pub(crate) struct Node {
     pub digests: Option<Box<[Digest]>>,
     pub device_key: Key,
     pub host_rank: HostRank,
-    pub first_child: Slot,
     pub next_sibling: Slot,
     pub previous_sibling: Slot,
     /// Children with a host value.
@@ -134,6 +135,8 @@ impl Node {
             device_children: 0,
             flags: 0,
             namespace: 0,
+            first_child: NONE,
+            child_count: 0,
             components: [const { ComponentState::EMPTY }; COMPONENTS],
             tokens: Box::default(),
             edge_hash: 0,
@@ -148,10 +151,21 @@ impl Node {
             digests: None,
             device_key: Key(0, 0),
             host_rank: (0, Key(0, 0)),
-            first_child: NONE,
             next_sibling: NONE,
             previous_sibling: NONE,
             host_children: 0,
+        }
+    }
+
+    /// Leaves an empty place: gives the memory back; whoever takes the place makes a blank node of it.
+    pub fn bury(&mut self) {
+        self.id = DEAD;
+        self.flags = 0;
+        self.tokens = Box::default();
+        self.digests = None;
+        for component in &mut self.components {
+            component.value = None;
+            component.host_value = None;
         }
     }
 
@@ -208,6 +222,12 @@ impl Node {
     /// Pages from the root to this node's end.
     pub fn end(&self) -> u32 {
         self.start + self.len
+    }
+
+    /// The child, if there is just one.
+    #[inline]
+    pub fn only_child(&self) -> Option<Slot> {
+        (self.child_count == 1).then_some(self.first_child)
     }
 
     pub fn device_pages(&self) -> &[u32] {

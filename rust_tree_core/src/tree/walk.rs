@@ -186,22 +186,11 @@ impl Tree {
         let mut equal = 0;
         while page < total {
             let rest = &key[page * shape.page..total * shape.page + shape.extra];
-            let first = &rest[..shape.width()];
-            let edge_namespace = if above == self.root { namespace } else { PLAIN };
-            let hash = self.edges.hash(above, edge_namespace, first);
-            let Some(child) = self.edges.find(hash, |slot| {
-                let node = &self.nodes[slot as usize];
-                node.parent == above
-                    && (above != self.root || node.namespace == namespace)
-                    && common_prefix(first, &node.tokens) == first.len()
-            }) else {
-                break;
-            };
+            let Some((child, agreed)) = self.step(above, namespace, rest) else { break };
             let node = &self.nodes[child as usize];
             if !include_evicted && !node.on_device() {
                 break;
             }
-            let agreed = first.len() + common_prefix(&rest[first.len()..], &node.tokens[first.len()..]);
             let pages = shape.agreed(agreed);
             equal = page * shape.page + agreed;
             page += pages;
@@ -212,6 +201,33 @@ impl Tree {
             above = child;
         }
         WalkEnd { partial: None, pages: page, equal }
+    }
+
+    /// The child of `above` whose first page `rest` begins with, and how many raw tokens they share.
+    #[inline]
+    fn step<W: Word>(&self, above: Slot, namespace: NamespaceId, rest: &[W]) -> Option<(Slot, usize)> {
+        let width = self.shape.width();
+        let below_root = above == self.root;
+        if let Some(child) = self.nodes[above as usize].only_child() {
+            // Long conversations are chains: with one child there is nothing to look up.
+            let node = &self.nodes[child as usize];
+            if below_root && node.namespace != namespace {
+                return None;
+            }
+            let agreed = common_prefix(rest, &node.tokens);
+            return (agreed >= width).then_some((child, agreed));
+        }
+        let first = &rest[..width];
+        // Below the root the namespace is that of the path: only there does it tell edges apart.
+        let hash = self.edges.hash(above, if below_root { namespace } else { PLAIN }, first);
+        let child = self.edges.find(hash, |slot| {
+            let node = &self.nodes[slot as usize];
+            node.parent == above
+                && (!below_root || node.namespace == namespace)
+                && common_prefix(first, &node.tokens) == width
+        })?;
+        let tokens = &self.nodes[child as usize].tokens;
+        Some((child, width + common_prefix(&rest[width..], &tokens[width..])))
     }
 
     /// Stamps the nodes of a path, root-first: deeper is newer.
