@@ -1,5 +1,7 @@
 """Bad arguments are refused by name and change nothing; every kind of token buffer gives the same result."""
 
+import pickle
+import types
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from unified_cache import (
     UnknownNodeError,
     page_hashes,
 )
+from unified_cache.events import Cleared, Removed, Stored
 
 TOP = 2**32 - 1
 DEAD = 99_999
@@ -240,8 +243,8 @@ BAD_CALLS: list[Bad] = [
     ("node listed twice", ArgumentError, "nodes", lambda s: s.tree.begin_backup([s.node] * 2, ids(8, 70))),
     (
         "child before its parent",
-        ArgumentError,
-        "nodes|parent",
+        LockError,
+        "stale",
         lambda s: s.tree.begin_backup([s.deep, s.node], ids(6, 70)),
     ),
     (
@@ -610,3 +613,114 @@ def test_errors_of_the_caller_s_own_objects_come_through() -> None:
     with pytest.raises((RuntimeError, ArgumentError), match=r"the device is gone|tokens"):
         tree.match_prefix(Broken())
     tree.check_invariants()
+
+
+def _endless() -> list[Any]:
+    nested: list[Any] = []
+    nested.append(nested)
+    return nested
+
+
+class _Boaster:
+    """A sequence whose length is a lie."""
+
+    def __len__(self) -> int:
+        return 2**61
+
+    def __getitem__(self, at: int) -> int:
+        if at > 3:
+            raise IndexError
+        return at
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("parent", lambda t: page_hashes([1], 1, parent=_endless())),
+        ("hashes", lambda t: t.insert_host(t.root, [1], [1], hashes=_endless())),
+        ("hashes", lambda t: t.insert_host(t.root, [1], [1], hashes=["+f" * 32])),
+        ("hashes", lambda t: t.insert_host(t.root, [1], [1], hashes=np.zeros((2, 16), np.uint8))),
+        ("hashes", lambda t: t.insert_host(t.root, [1], [1], hashes={"a": 1})),
+        ("keys", lambda t: t.match_prefixes(range(2**45))),
+        ("keys", lambda t: t.match_prefixes(7)),
+        ("extra_keys", lambda t: t.match_prefixes([[1]], extra_keys=[])),
+        (r"extra_keys\[0\]", lambda t: t.match_prefixes([[1]], extra_keys=["\ud800"])),
+        ("extra_key", lambda t: t.match_prefix([1], extra_key="\ud800")),
+        ("cache_salt", lambda t: t.match_prefix([1], cache_salt=3)),
+        ("priority", lambda t: t.insert([1], [1], priority=2**70)),
+        ("priority", lambda t: t.insert([1], [1], priority=1.5)),
+        ("num_pages", lambda t: t.evict(None)),
+        ("nodes", lambda t: t.drop(5)),
+        ("node", lambda t: t.inc_lock_ref("1")),
+        ("expires_at", lambda t: t.pin(t.root, float("nan"))),
+        ("expires_at", lambda t: t.pin(t.root, 10**400)),
+        ("now", lambda t: t.expire_pins(float("nan"))),
+        ("tokens", lambda t: t.match_prefix(types.MappingProxyType({1: 2}))),
+        (r"page_size is 1180591620717411303424", lambda t: PrefixTree(2**70)),
+        ("policy_options", lambda t: PrefixTree(eviction_policy="slru", policy_options=[1])),
+        (
+            "protected_threshold",
+            lambda t: PrefixTree(eviction_policy="slru", policy_options={"protected_threshold": 2**70}),
+        ),
+        ("tier", lambda t: Removed("disk", [1])),
+    ],
+)
+def test_odd_objects_are_refused_by_name(name: str, call: Callable[[PrefixTree], object]) -> None:
+    tree = PrefixTree(1)
+    before = tree.digest()
+    with pytest.raises(ArgumentError, match=name):
+        call(tree)
+    assert (tree.digest(), len(tree)) == (before, 0)
+
+
+def test_a_length_that_lies_is_not_believed() -> None:
+    tree = PrefixTree(1)
+    tree.insert([0, 1, 2, 3], [4, 5, 6, 7])
+    assert tree.match_prefix(_Boaster()).device_pages.tolist() == [4, 5, 6, 7]
+
+
+def test_options_may_come_from_any_mapping() -> None:
+    PrefixTree(eviction_policy="slru", policy_options=types.MappingProxyType({"protected_threshold": 3}))
+
+
+def test_ids_that_can_not_be_are_nodes_that_never_were() -> None:
+    tree = PrefixTree(1)
+    assert tree.plan_backup([-1, 2**70, 99]).nodes == []
+    for node in (-1, 2**64, 99):
+        with pytest.raises(UnknownNodeError, match=str(node)):
+            tree.node_info(node)
+
+
+def test_events_can_be_made_compared_and_pickled() -> None:
+    tree = PrefixTree(2, events=True)
+    tree.insert([1, 2, 3, 4], [0, 1], extra_key="a")
+    tree.evict(1)
+    stored, removed = tree.take_events()
+    again = Stored(
+        stored.tier, stored.hashes, stored.parent, stored.tokens, stored.page_size, stored.extra_key
+    )
+    assert (again, Removed("device", removed.hashes)) == (stored, removed)
+    assert pickle.loads(pickle.dumps([stored, removed, Cleared()])) == [stored, removed, Cleared()]
+
+
+def test_pages_of_a_result_are_one_array() -> None:
+    tree = PrefixTree(1)
+    done = tree.insert([1, 2], [3, 4])
+    found = tree.match_prefix([1, 2])
+    assert found.device_pages is found.device_pages and done.device_pages is done.device_pages
+    found.device_pages[:] = 9
+    assert tree.match_prefix([1, 2]).device_pages.tolist() == [3, 4]
+
+
+def test_what_waits_for_a_load_back_says_so() -> None:
+    tree = PrefixTree(1)
+    node = tree.insert([1, 2], [0, 1]).node
+    tree.finish_backup(tree.begin_backup([node], [5, 6]))
+    tree.evict(2)
+    ack = tree.begin_load_back(tree.plan_load_back(node), [7, 8])
+    plan = tree.plan_load_back(node)
+    assert (plan.pages, plan.pending_ack) == (0, ack)
+    assert tree.insert([1, 2], [7, 8]).pending_ack == ack
+    tree.finish_load_back(ack)
+    plan.cancel()
+    assert tree.insert([1, 2], [7, 8]).pending_ack is None

@@ -121,6 +121,9 @@ class Inserted:
     @property
     def backup_nodes(self) -> list[int]:
         """What the write policy wants on host now, ancestors first."""
+    @property
+    def pending_ack(self) -> Ack | None:
+        """The youngest load-back that a part of `device_pages` still waits for."""
 
 @final
 class Evicted:
@@ -191,6 +194,9 @@ class LoadBackPlan:
     @property
     def host_pages(self) -> _Pages:
         """The host pages to copy from, in the order of `nodes`; shape (pages,)."""
+    @property
+    def pending_ack(self) -> Ack | None:
+        """The youngest load-back, begun by others, that the part of the path on device still waits for."""
     def cancel(self) -> None:
         """Give the locks back.
 
@@ -248,7 +254,11 @@ class NodeInfo:
         """Both lock counts as a named tuple (device, host)."""
     @property
     def pending(self) -> Ack | None:
-        """The copy that the node is part of and that has not ended."""
+        """The copy that the node is part of and that has not ended.
+
+        For a host copy that is complete but waits to be published, the backup above that it waits for: a host
+        copy is published if `host_pages` is not None and the node waits for no backup.
+        """
     @property
     def held(self) -> bool:
         """True for a write-back victim that was neither backed up nor dropped yet."""
@@ -291,8 +301,23 @@ class Pin:
 
 @final
 class Stored:
-    """Pages came to a tier. They follow each other, and their parent was stored before."""
+    """Pages came to a tier. They follow each other, and their parent was stored before.
 
+    Can be made from its fields, for tests and mirrors; pickles.
+    """
+
+    def __new__(
+        cls,
+        tier: Literal["device", "host"],
+        hashes: Sequence[int],
+        parent: int | None,
+        tokens: Sequence[int],
+        page_size: int,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Self:
+        """An event with these fields. `ArgumentError`: another tier."""
+    def __getnewargs__(self) -> tuple[Any, ...]: ...
     @property
     def tier(self) -> Literal["device", "host"]:
         """The tier that changed."""
@@ -319,8 +344,11 @@ class Stored:
 
 @final
 class Removed:
-    """Pages left a tier."""
+    """Pages left a tier. Can be made from its fields; pickles."""
 
+    def __new__(cls, tier: Literal["device", "host"], hashes: Sequence[int]) -> Self:
+        """An event with these fields. `ArgumentError`: another tier."""
+    def __getnewargs__(self) -> tuple[Any, ...]: ...
     @property
     def tier(self) -> Literal["device", "host"]:
         """The tier that changed."""

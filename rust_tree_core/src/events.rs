@@ -137,6 +137,17 @@ impl Tree {
         }
     }
 
+    /// Queues that the pages of a node from `keep` on have left a tier.
+    pub(crate) fn emit_removed_tail(&mut self, slot: Slot, keep: u32, tier: Tier) {
+        if self.events.as_ref().is_none_or(|queue| queue.overflowed) {
+            return;
+        }
+        let hashes = self.event_hashes(slot).split_off(keep as usize);
+        if let Some(queue) = &mut self.events {
+            queue.push(Event::Removed { tier, hashes });
+        }
+    }
+
     fn event_hashes(&mut self, slot: Slot) -> Vec<i64> {
         self.hash_path(slot);
         self.nodes[slot as usize].digests().iter().map(event_hash).collect()

@@ -289,6 +289,13 @@ class Caller:
         assert self.tree.evictable_tokens + self.tree.protected_tokens == self.tree.device_tokens
         assert self.tree.host_tokens + self.tree.pending_host_tokens == host * self.page_size
 
+    def waits(self, node: int) -> bool:
+        """True if the node's host copy, or one above it where host copies have no gaps, is not complete."""
+        path = [node]
+        while self.write_policy != "write_back" and (above := self.tree.node_info(path[-1]).parent):
+            path.append(above)
+        return any(getattr(self.tree.node_info(n).pending, "kind", None) == "backup" for n in path)
+
     def held_on(self, tier: str) -> Iterator[int]:
         """The event hashes of what the tree holds on a tier, asked of its nodes."""
         for node in self.live_nodes():
@@ -296,7 +303,7 @@ class Caller:
             if tier == "device":
                 there = info.device_pages is not None
             else:
-                there = info.host_pages is not None and getattr(info.pending, "kind", None) != "backup"
+                there = info.host_pages is not None and not self.waits(node)
             if there:
                 yield from event_hashes(self.tree.page_hashes(node))
 

@@ -325,19 +325,6 @@ def event_tuple(event: Any) -> tuple[Any, ...]:
     return (kind,)
 
 
-def sort_removals(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Runs of removals in one order: nobody said in which order a cancelled backup takes its copies away."""
-    out: list[tuple[Any, ...]] = []
-    run_of: list[tuple[Any, ...]] = []
-    for event in [*events, ("end",)]:
-        if event[0] == "Removed":
-            run_of.append(event)
-            continue
-        out += [*sorted(run_of, key=repr), event]
-        run_of = []
-    return out[:-1]
-
-
 @dataclass
 class Late:
     """A match whose pages are read some calls later: they are a snapshot."""
@@ -367,7 +354,6 @@ class Driver:
         self.clock = 0.0
         self.buffers: list[Any] = []
         self.late: list[Late] = []
-        self.loose_removals = False
         self.mirror: dict[str, set[int]] = {"device": set(), "host": set()}
         self.touched: list[int] = []
         self.spent: dict[str, list[list[Any]]] = {k: [] for k in self.KINDS}
@@ -578,9 +564,6 @@ class Driver:
 
     def take_events(self) -> None:
         taken = [[event_tuple(e) for e in tree.take_events()] for tree in self.trees]
-        if self.loose_removals:
-            taken = [sort_removals(events) for events in taken]
-        self.loose_removals = False
         for i in self.sides[1:]:
             for at, expected in enumerate(taken[0]):
                 if at >= len(taken[i]):
@@ -609,8 +592,9 @@ class Driver:
         assert event[0] == Stored.__name__
         if held.intersection(event[2]):
             raise DifferenceError(f"{event} stores what is there")
-        # acks may end in any order, so only the device tier always has the parent
-        if event[1] == "device" and event[3] is not None and event[3] not in held:
+        # under write_back a host copy may hang on nothing
+        no_gaps = event[1] == "device" or self.config.write_policy != "write_back"
+        if no_gaps and event[3] is not None and event[3] not in held:
             raise DifferenceError(f"{event} comes before its parent")
         held.update(event[2])
 
@@ -905,7 +889,9 @@ class Driver:
             nodes = self.wanted
             self.wanted = []
         elif which == 1:
-            nodes = self._held()[: 1 + c.take(4)]
+            nodes = self._held()[: 1 + c.take(4)]  # children are held before their parents
+            if c.take(2):
+                nodes = nodes[::-1]
         else:
             nodes = [self._any_node(c) for _ in range(1 + c.take(3))]
             if c.take(4) == 3:
@@ -956,7 +942,8 @@ class Driver:
 
     def op_finish(self, c: Choices, symbols: tuple[int, ...]) -> None:
         if self.live["backup"]:
-            acks = c.pick(self.live["backup"])
+            below = [h for h in self.live["backup"] if self._below_another(h[0])]
+            acks = c.pick(below if below and c.take(2) else self.live["backup"])
             results = self.do(
                 f"finish_backup({self.ack_numbers[0][acks[0]]})",
                 lambda i, t: t.finish_backup(acks[i]),
@@ -967,10 +954,14 @@ class Driver:
             self.touched += results[0].nodes
             self._spend("backup", acks)
 
+    def _below_another(self, ack: Any) -> bool:
+        """Part of this backup is below part of another one, and may have to wait for it."""
+        nodes = [n for s in self.model.backups[ack].spans for n in s.parts()]
+        return any(a.backup not in (None, ack) for n in nodes for a in n.path())
+
     def op_cancel(self, c: Choices, symbols: tuple[int, ...]) -> None:
         if self.live["backup"]:
             acks = c.pick(self.live["backup"])
-            self.loose_removals = True
             results = self.do(
                 f"cancel_backup({self.ack_numbers[0][acks[0]]})",
                 lambda i, t: t.cancel_backup(acks[i]),

@@ -202,6 +202,141 @@ def test_write_back_hold_backup_and_drop() -> None:
     assert tree.node_info(a).locks == (0, 0)
 
 
+def chain(tree: ModelTree, *ends: int) -> list[int]:
+    """Nodes below each other, made of the tokens 1, 2, ... up to each end; a token's page has its number."""
+    nodes: list[int] = []
+    done = 0
+    for end in ends:
+        key = range(1, end + 1)
+        nodes.append(tree.insert(key, key, prev_prefix_len=done).node)
+        done = end
+    return nodes
+
+
+def test_one_eviction_holds_a_whole_chain() -> None:
+    tree = ModelTree(1, write_policy="write_back")
+    a, b, c = chain(tree, 2, 3, 5)
+    assert tree.evict(5).write_back_nodes == [c, b, a]
+    assert [tree.node_info(n).lock_ref for n in (a, b, c)] == [3, 2, 1]
+    # ancestors first, but only those that are in the list
+    assert tree.plan_backup([c, b, a]).nodes == [a, b, c]
+    assert tree.plan_backup([c, a]).nodes == [a, c]
+    assert tree.plan_backup([c]).nodes == [c]
+    done = tree.finish_backup(tree.begin_backup([a, b, c], range(11, 16)))
+    assert (done.nodes, done.device_pages) == ([a, b, c], [4, 5, 3, 1, 2])
+    assert tree.device_tokens == 0
+
+
+def test_what_room_and_other_locks_say_to_a_chain() -> None:
+    tree = ModelTree(1, write_policy="write_back")
+    a, b, c = chain(tree, 2, 3, 5)
+    assert tree.evict(5, host_room=3).write_back_nodes == [c, b]
+    assert len(tree) == 3  # no room for a, which is not dropped with held nodes below it
+    lock = tree.inc_lock_ref(a)
+    assert tree.evict(5).write_back_nodes == []
+    tree.dec_lock_ref(lock)
+    d = tree.insert([1, 2, 7], [1, 2, 7], prev_prefix_len=2).node
+    lock = tree.inc_lock_ref(d)
+    assert tree.evict(5).write_back_nodes == []
+    tree.dec_lock_ref(lock)
+    assert tree.evict(5).write_back_nodes == [d, a]
+    assert tree.node_info(a).lock_ref == 4
+    # dropped from below, each is free of the holds under it
+    assert tree.drop([c, b, d, a]).device_pages == [4, 5, 3, 7, 1, 2]
+    assert len(tree) == 0
+
+
+def test_a_node_above_held_ones_takes_its_turn_by_its_key() -> None:
+    tree = ModelTree(1, write_policy="write_back")
+    a, b = chain(tree, 1, 2)
+    tree.insert([9], [9])
+    assert tree.evict(2).write_back_nodes == [b, a]  # stamps: a 2, b 3, the other one 4
+
+    tree = ModelTree(1, write_policy="write_back")
+    (a,) = chain(tree, 1)
+    tree.finish_backup(tree.begin_backup([a], [11]))
+    b = tree.insert([1, 2], [1, 2], prev_prefix_len=1).node
+    e = tree.evict(2)
+    assert (e.write_back_nodes, e.demoted_nodes) == ([b], [])  # a has a copy: after the ack, by a later call
+    assert tree.finish_backup(tree.begin_backup([b], [12])).device_pages == [2]
+    assert tree.evict(1).demoted_nodes == [a]
+
+
+def test_copies_wait_for_the_one_above() -> None:
+    tree = ModelTree(1, events=True)
+    a, b, c = chain(tree, 1, 2, 3)
+    with pytest.raises(LockError):
+        tree.begin_backup([b], [12])  # a gap above
+    acks = [tree.begin_backup([n], [10 + i]) for i, n in enumerate((a, b, c), 1)]
+    tree.take_events()
+    for ack in (acks[2], acks[1]):
+        assert tree.finish_backup(ack).nodes == []
+    assert (tree.host_tokens, tree.pending_host_tokens) == (0, 3)
+    assert [tree.node_info(n).pending for n in (a, b, c)] == [acks[0]] * 3
+    assert tree.evict(1).demoted_nodes == [c]
+    assert tree.insert_host(c, [4], [14]).inserted_pages == 1
+    assert tree.evict_host(9).host_pages == []
+    digests = [event_hash(d) for d in page_hashes([1, 2, 3, 4], 1)]
+    assert tree.take_events() == [Removed("device", digests[2:3])]
+
+    assert tree.finish_backup(acks[0]).nodes == [a, b, c, c + 1]
+    assert (tree.host_tokens, tree.pending_host_tokens) == (4, 0)
+    assert tree.take_events() == [
+        Stored("host", digests[i : i + 1], digests[i - 1] if i else None, [i + 1], 1, None, None)
+        for i in range(4)
+    ]
+    # a and b are mirrors with a backed child: the host leaves go, from below
+    assert tree.evict_host(2).host_pages == [14, 13]
+    assert tree.take_events() == [Removed("host", digests[3:4]), Removed("host", digests[2:3])]
+
+
+def test_a_cancelled_copy_takes_those_that_wait_along() -> None:
+    tree = ModelTree(1, events=True)
+    a, b, c = chain(tree, 1, 2, 3)
+    first, second = tree.begin_backup([a], [11]), tree.begin_backup([b, c], [12, 13])
+    assert tree.finish_backup(second).nodes == []
+    assert tree.evict(1).demoted_nodes == [c]
+    tree.take_events()
+    assert tree.cancel_backup(first) == [11, 12, 13]
+    assert tree.take_events() == []  # nobody was told of them
+    assert [n.id for n in tree.nodes()] == [a, b]
+    assert (tree.host_tokens, tree.pending_host_tokens, tree.device_tokens) == (0, 0, 2)
+
+
+def test_a_full_event_queue_does_not_tell_of_waiting_copies() -> None:
+    tree = ModelTree(1, events=True, event_capacity=1)
+    a, b = chain(tree, 1, 2)
+    first, second = tree.begin_backup([a], [11]), tree.begin_backup([b], [12])
+    tree.finish_backup(second)
+    assert [e.tier for e in tree.take_events()[1:] if isinstance(e, Stored)] == ["device", "device"]
+    tree.finish_backup(first)
+    assert [e.tier for e in tree.take_events()[1:] if isinstance(e, Stored)] == ["device"] * 2 + ["host"] * 2
+
+
+def test_under_write_back_no_copy_waits() -> None:
+    tree = ModelTree(1, write_policy="write_back")
+    a, b = chain(tree, 1, 2)
+    first, second = tree.begin_backup([a], [11]), tree.begin_backup([b], [12])
+    assert tree.finish_backup(second).nodes == [b]
+    assert (tree.host_tokens, tree.pending_host_tokens) == (1, 1)
+    assert tree.finish_backup(first).nodes == [a]
+
+
+@pytest.mark.parametrize("state", ["locked", "device leaf", "host leaf"])
+def test_a_pin_keeps_the_host_copy(state: str) -> None:
+    tree = ModelTree(1)
+    (a,) = chain(tree, 1)
+    tree.finish_backup(tree.begin_backup([a], [11]))
+    if state == "locked":
+        tree.inc_lock_ref(a)
+    if state == "host leaf":
+        assert tree.evict(1).demoted_nodes == [a]
+    pin = tree.pin(a)
+    assert tree.evict_host(1).host_pages == []
+    tree.unpin(pin)
+    assert tree.evict_host(1).host_pages == [11]
+
+
 def test_mirrors_go_before_host_leaves() -> None:
     tree = ModelTree(1)
     a = tree.insert([1], [1]).node

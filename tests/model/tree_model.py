@@ -2,7 +2,8 @@
 
 Every sum is a walk over the whole tree, every eviction step a full sort, every hash is computed
 anew from the first token. Nothing is kept that can be looked up. All lengths are positions: tokens,
-or in bigram mode pairs of tokens. "Backed" means: has a host value, published or still pending.
+or in bigram mode pairs of tokens. "Backed" means: has a host value, published or not; which of the two
+is found out anew each time (`_published`).
 """
 
 import hashlib
@@ -435,6 +436,15 @@ class ModelTree:
     def _writes_through(self) -> bool:
         return self.write_policy in ("write_through", "write_through_selective")
 
+    def _published(self, node: Node) -> bool:
+        """The host copy is complete and, under the write_through policies, hangs on published ones
+        up to the root."""
+        if node.host_value is None or node.backup is not None:
+            return False
+        if not self._writes_through() or node.parent is self.root_node:
+            return True
+        return node.parent is not None and self._published(node.parent)
+
     def _whole_pages(self, tokens: Iterable[int]) -> list[Position]:
         positions = make_positions(check_words(tokens, "token"), self.bigram)
         return positions[: len(positions) // self.page_size * self.page_size]
@@ -465,11 +475,12 @@ class ModelTree:
 
     @property
     def host_tokens(self) -> int:
-        return sum(len(n.key) for n in self.nodes() if n.host_value is not None and n.backup is None)
+        return sum(len(n.key) for n in self.nodes() if self._published(n))
 
     @property
     def pending_host_tokens(self) -> int:
-        return sum(len(n.key) for n in self.nodes() if n.backup is not None)
+        """Copies that are under way, and complete ones that wait for their parent."""
+        return sum(len(n.key) for n in self.nodes() if n.host_value is not None and not self._published(n))
 
     @property
     def pinned_tokens(self) -> int:
@@ -744,6 +755,18 @@ class ModelTree:
     def _is_device_leaf(self, node: Node) -> bool:
         return node.value is not None and node.lock_ref == 0 and not self._has_device_child(node)
 
+    def _will_be_leaf(self, node: Node) -> bool:
+        """Only what is held keeps it from being a device leaf, so that one call plans a whole chain."""
+        if self.write_policy != "write_back":
+            return False
+        if node.value is None or node.host_value is not None or node.hold is not None:
+            return False
+        device_children = [c for c in node.children if c.value is not None]
+        if not device_children or any(c.hold is None for c in device_children):
+            return False
+        below = node.descendants()
+        return node.lock_ref == len([h for h in self.holds if h.span.node in below])
+
     def _must_stay(self, node: Node) -> bool:
         pending = node.backup is not None or node.load is not None
         return node.host_lock_ref > 0 or node.lock_ref > 0 or pending or node.pins > 0
@@ -764,7 +787,8 @@ class ModelTree:
             assert node.value is None
             out.host_pages += node.host_value or []
             out.dropped_tokens += len(node.key)
-            self._emit_removed(node, "host")
+            if self._published(node):
+                self._emit_removed(node, "host")
             self._unlink(node)
         self._unlink(victim)
 
@@ -772,12 +796,12 @@ class ModelTree:
         out = Evicted()
         freed = 0
         skipped: list[Node] = []
-        held: list[Node] = []
         while freed < num_pages:
-            leaves = [n for n in self.nodes() if self._is_device_leaf(n) and n not in skipped]
-            if not leaves:
+            candidates = [n for n in self.nodes() if self._is_device_leaf(n) or self._will_be_leaf(n)]
+            candidates = [n for n in candidates if n not in skipped]
+            if not candidates:
                 break
-            victim = self._first(leaves)
+            victim = self._first(candidates)
             if victim.host_value is not None:
                 freed += self._pages(victim)
                 out.device_pages += self._demote(victim)
@@ -786,19 +810,19 @@ class ModelTree:
             if self.write_policy == "write_back" or victim.pins > 0:
                 wanted = [victim]
                 if self._writes_through():
-                    wanted += [n for n in victim.path()[:-1] if n.host_value is None and n not in held]
+                    wanted += [n for n in victim.path()[:-1] if n.host_value is None]
                 need = sum(self._pages(n) for n in wanted)
                 if host_room is None or need <= host_room:
                     if host_room is not None:
                         host_room -= need
-                    held.append(victim)
                     victim.hold = Hold(span(victim))
                     self.holds.append(victim.hold)
                     self._lock_path(victim)
                     out.write_back_nodes.append(victim.id)
                     freed += self._pages(victim)
                     continue
-            if any(self._must_stay(n) for n in [victim, *victim.descendants()]):
+            stays = any(self._must_stay(n) for n in [victim, *victim.descendants()])
+            if stays or self._has_device_child(victim):
                 skipped.append(victim)
                 continue
             keep = self._pages(victim) - (num_pages - freed)
@@ -847,7 +871,7 @@ class ModelTree:
             copies = [n for n in self.nodes() if self._host_copy_may_go(n)]
             group1 = [n for n in copies if not self._is_device_leaf(n)]
             group2 = [n for n in copies if self._is_device_leaf(n)]
-            group3 = [n for n in self.nodes() if self._is_host_leaf(n) and n.pins == 0]
+            group3 = [n for n in self.nodes() if self._is_host_leaf(n)]
             if group1 or group2:
                 node = self._first(group1 or group2)
                 out.host_pages += self._drop_host_copy(node)
@@ -863,18 +887,20 @@ class ModelTree:
         return out
 
     def _host_copy_may_go(self, node: Node) -> bool:
-        if node.value is None or node.host_value is None:
+        if node.value is None or not self._published(node):
             return False
-        if node.host_lock_ref > 0 or node.backup is not None or node.load is not None:
+        if node.host_lock_ref > 0 or node.load is not None or node.pins > 0:
             return False
         return not (self._writes_through() and any(c.host_value is not None for c in node.children))
 
     def _is_host_leaf(self, node: Node) -> bool:
-        return node.value is None and node.lock_ref == 0 and node.host_lock_ref == 0 and not node.children
+        if node.value is not None or not self._published(node):
+            return False
+        return not (node.lock_ref > 0 or node.host_lock_ref > 0 or node.pins > 0 or node.children)
 
     def _drop_host_copy(self, node: Node) -> list[int]:
         pages = node.host_value or []
-        if node.backup is None:
+        if self._published(node):
             self._emit_removed(node, "host")
         node.host_value = None
         return pages
@@ -891,7 +917,8 @@ class ModelTree:
                 continue
             path = node.path()
             if self.write_policy == "write_back" and node.hold is not None:
-                path = [n for n in path if n.hold is node.hold]
+                held_too = [n for n in path if n.hold is not None and n.id in nodes]
+                path = [n for n in path if n.hold is node.hold or n in held_too]
             listed += [n for n in path if n.value is not None and n.host_value is None and n not in listed]
         return BackupPlan(
             nodes=[n.id for n in listed],
@@ -916,7 +943,7 @@ class ModelTree:
             if self._writes_through() and node.parent not in (None, self.root_node):
                 assert node.parent is not None
                 if node.parent.host_value is None and node.parent.id not in nodes[:at]:
-                    faults.append(ValueError(f"the parent of node {node_id} has no host copy"))
+                    faults.append(LockError(f"the parent of node {node_id} has no host copy"))
         live = [self._find(i) for i in nodes if self._is_live(i)]
         if len(given) != sum(self._pages(n) for n in live):
             faults.append(ValueError(f"{len(given)} host pages given"))
@@ -952,9 +979,14 @@ class ModelTree:
         del self.backups[ack]
         nodes = sorted((n for s in record.spans for n in s.parts()), key=lambda n: (n.depth(), n.id))
         victims = [n for n in nodes if n.victim]
+        known = [n for n in self.nodes() if self._published(n)]
         for node in nodes:
             node.backup = None
             node.victim = False
+        # nodes of the ack, and copies of earlier acks that waited for them
+        fresh = [n for n in self.nodes() if self._published(n) and n not in known]
+        fresh.sort(key=lambda n: (n.depth(), n.id))
+        for node in fresh:
             self._emit_stored(node, "host")
         for node in record.locked:
             self._unlock_path(node)
@@ -962,7 +994,7 @@ class ModelTree:
         for node in reversed(victims):
             if node.lock_ref == 0 and not self._has_device_child(node):
                 device_pages += self._demote(node)
-        return BackupDone([n.id for n in nodes], device_pages)
+        return BackupDone([n.id for n in fresh], device_pages)
 
     def cancel_backup(self, ack: Ack) -> list[int]:
         record = self._backup_record(ack)
@@ -1137,7 +1169,8 @@ class ModelTree:
             if node.hold is not None and node.hold.span.node is node:
                 self._end_hold(node.hold)
             node.hold = None
-            self._emit_stored(node, "host")
+            if self._published(node):
+                self._emit_stored(node, "host")
         stamped = ([] if start is self.root_node else [start]) + path
         rest = key[sum(len(n.key) for n in path) :]
         if rest:
@@ -1148,7 +1181,8 @@ class ModelTree:
             inserted += self._pages(new)
             path.append(new)
             stamped.append(new)
-            self._emit_stored(new, "host")
+            if self._published(new):
+                self._emit_stored(new, "host")
             self._raise_history(new)
         self._stamp(stamped)
         if rest:
@@ -1197,10 +1231,19 @@ class ModelTree:
             priority=found.priority,
             lock_ref=found.lock_ref,
             host_lock_ref=found.host_lock_ref,
-            pending=found.backup or found.load,
+            pending=found.backup or found.load or self._awaited(found),
             held=found.hold is not None,
             pins=found.pins,
         )
+
+    def _awaited(self, node: Node) -> Ack | None:
+        """The nearest pending backup above a complete host copy that is not published."""
+        if node.host_value is None or self._published(node):
+            return None
+        above = node.parent
+        while above is not None and above.backup is None:
+            above = above.parent
+        return None if above is None else above.backup
 
     def prefix_hashes(self, node: int) -> list[bytes]:
         return self._prefix_digests(self._find(node))
@@ -1248,17 +1291,14 @@ class ModelTree:
             nodes = sorted(self.nodes(), key=lambda n: (n.depth(), n.id))
             events = [Cleared()]
             events += [self._stored(n, "device") for n in nodes if n.value is not None]
-            events += [
-                self._stored(n, "host") for n in nodes if n.host_value is not None and n.backup is None
-            ]
+            events += [self._stored(n, "host") for n in nodes if self._published(n)]
         return events
 
     def tier_hashes(self, tier: str) -> list[int]:
         """Event hashes of the pages that a tier holds now."""
         out: list[int] = []
         for n in self.nodes():
-            on_host = n.host_value is not None and n.backup is None
-            if (n.value is not None) if tier == "device" else on_host:
+            if (n.value is not None) if tier == "device" else self._published(n):
                 out += self._event_hashes(n)[0]
         return out
 

@@ -3,13 +3,18 @@
 use bytemuck::Pod;
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyDict, PyList, PyString, PyTuple};
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyByteArray, PyBytes, PyList, PyMapping, PyString, PyTuple};
 
 use super::errors::{argument_error, unknown_node_error};
 use super::show;
 use crate::{Digest, NodeId, Tokens};
+
+/// Most entries of a sequence that are converted one by one; what is longer than this is a mistake, or should be
+/// a buffer.
+const MAX_CONVERTED: usize = 1 << 26;
 
 /// Integers of a caller: borrowed from its memory, or converted.
 pub(super) struct Words {
@@ -83,7 +88,7 @@ impl Words {
             return Self::of_buffer(&array, buffer, name);
         }
         // Mappings and sets can be iterated too, but have no positions.
-        if object.is_instance_of::<PyDict>() || !object.hasattr("__getitem__")? {
+        if object.cast::<PyMapping>().is_ok() || !object.hasattr("__getitem__")? {
             return Err(unfit(object, name));
         }
         Self::convert(object, name)
@@ -144,9 +149,15 @@ impl Words {
     /// Number by number: for sequences and for buffers of other layouts.
     fn convert(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
         let Ok(items) = object.try_iter() else { return Err(unfit(object, name)) };
-        let mut words = Vec::with_capacity(object.len().unwrap_or(0));
+        let mut words = Vec::new();
         for (at, item) in items.enumerate() {
             let item = item?;
+            if at == MAX_CONVERTED {
+                let text = format!(
+                    "{name} has more than {MAX_CONVERTED} entries: give a buffer instead of a sequence"
+                );
+                return Err(argument_error(object.py(), text));
+            }
             match item.extract::<i64>() {
                 Ok(word) => words.push(word),
                 Err(error) => {
@@ -219,38 +230,54 @@ pub(super) fn page_ids(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PageId
     pages.map(PageIds::Owned)
 }
 
-/// Digests from a buffer of bytes (n times 32), or a sequence of 32-byte objects or hex strings; one hex string
-/// is one digest.
+/// Digests from bytes (an array of shape (n, 32), or a buffer of n times 32), one hex string, or a sequence of
+/// digests in either form.
 pub(super) fn digests(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<Digest>> {
-    if let Ok(text) = object.cast::<PyString>() {
-        return Ok(vec![from_hex(&text.to_string()).ok_or_else(|| not_a_digest(object, name))?]);
+    if let Some(rows) = digest_rows(object, name)? {
+        return Ok(rows);
     }
-    if let Ok(buffer) = PyUntypedBuffer::get(object) {
-        let bytes = buffer.is_c_contiguous()
-            && matches!(ElementType::from_format(buffer.format()), ElementType::UnsignedInteger { bytes: 1 });
-        if !bytes || !buffer.item_count().is_multiple_of(32) {
-            let text = format!("{name} is not a C-contiguous buffer of bytes, 32 a digest");
-            return Err(argument_error(object.py(), text));
-        }
-        // SAFETY: contiguous bytes, and `buffer` outlives the slice.
-        let bytes: &[u8] = unsafe { elements(buffer.buf_ptr().cast(), buffer.item_count()) };
-        return Ok(bytes.as_chunks::<32>().0.to_vec());
+    if object.cast::<PyMapping>().is_ok() || !object.hasattr("__getitem__")? {
+        return Err(not_a_digest(object, name));
     }
     let Ok(items) = object.try_iter() else { return Err(not_a_digest(object, name)) };
     let mut rows = Vec::new();
     for (at, item) in items.enumerate() {
         let item = item?;
-        match digests(&item, &format!("{name}[{at}]"))?.as_slice() {
-            [digest] => rows.push(*digest),
-            _ => return Err(not_a_digest(&item, &format!("{name}[{at}]"))),
+        let name = format!("{name}[{at}]");
+        match digest_rows(&item, &name)?.as_deref() {
+            Some([digest]) => rows.push(*digest),
+            _ => return Err(not_a_digest(&item, &name)),
         }
     }
     Ok(rows)
 }
 
+/// The digests of one hex string or one buffer; `None` if the object is neither.
+fn digest_rows(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Vec<Digest>>> {
+    if let Ok(text) = object.cast::<PyString>() {
+        let digest = text.to_str().ok().and_then(from_hex).ok_or_else(|| not_a_digest(object, name))?;
+        return Ok(Some(vec![digest]));
+    }
+    let Ok(buffer) = PyUntypedBuffer::get(object) else { return Ok(None) };
+    let bytes = buffer.is_c_contiguous()
+        && matches!(ElementType::from_format(buffer.format()), ElementType::UnsignedInteger { bytes: 1 });
+    let rows = match buffer.shape() {
+        [count] => count.is_multiple_of(32),
+        [_, width] => *width == 32,
+        _ => false,
+    };
+    if !bytes || !rows {
+        let text = format!("{name} is not a C-contiguous array of uint8 of shape (pages, 32)");
+        return Err(argument_error(object.py(), text));
+    }
+    // SAFETY: contiguous bytes, and `buffer` outlives the slice.
+    let bytes: &[u8] = unsafe { elements(buffer.buf_ptr().cast(), buffer.item_count()) };
+    Ok(Some(bytes.as_chunks::<32>().0.to_vec()))
+}
+
 fn from_hex(text: &str) -> Option<Digest> {
     let mut digest = [0; 32];
-    if text.len() != 64 || !text.is_ascii() {
+    if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     for (at, byte) in digest.iter_mut().enumerate() {
@@ -263,32 +290,91 @@ fn not_a_digest(object: &Bound<'_, PyAny>, name: &str) -> PyErr {
     argument_error(object.py(), format!("{name} is {}, needed are 32 bytes or 64 hex digits", show(object)))
 }
 
-/// A whole number that fits in 64 bits; what is beyond counts as the largest or smallest.
-#[derive(Clone, Copy)]
-pub(super) struct Whole(pub i64);
+/// A whole number as it was given; whether it is allowed is said by the call that knows its name.
+#[derive(Clone)]
+pub(super) enum Whole {
+    Number(i64),
+    /// Beyond 64 bits, and what it is.
+    TooLarge(String),
+    TooSmall(String),
+    /// Not a whole number.
+    Other(String),
+}
 
 impl FromPyObject<'_, '_> for Whole {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        match object.extract::<i64>() {
-            Ok(number) => Ok(Self(number)),
+        Ok(match object.extract::<i64>() {
+            Ok(number) => Self::Number(number),
             Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                Ok(Self(if object.lt(0)? { i64::MIN } else { i64::MAX }))
+                let text = show(&object);
+                if object.lt(0)? { Self::TooSmall(text) } else { Self::TooLarge(text) }
             }
-            Err(error) => Err(error),
-        }
+            Err(_) => Self::Other(show(&object)),
+        })
     }
 }
 
 impl Whole {
-    /// The number, if it is not below what is allowed.
-    pub fn at_least(self, py: Python<'_>, name: &str, min: i64) -> PyResult<usize> {
-        match usize::try_from(self.0) {
-            Ok(number) if self.0 >= min => Ok(number),
-            _ => Err(argument_error(py, format!("{name} is {}, allowed is {min} or more", self.0))),
+    /// The number, if it is not below what is allowed; what is beyond 64 bits counts as the largest.
+    pub fn at_least(&self, py: Python<'_>, name: &str, min: i64) -> PyResult<usize> {
+        let given = match self {
+            Self::Number(number) if *number >= min => return Ok(usize::try_from(*number).unwrap_or(0)),
+            Self::TooLarge(_) => return Ok(usize::MAX >> 1),
+            Self::Number(number) => number.to_string(),
+            Self::TooSmall(text) => text.clone(),
+            Self::Other(text) => {
+                return Err(argument_error(py, format!("{name} is {text}, a whole number is needed")));
+            }
+        };
+        Err(argument_error(py, format!("{name} is {given}, allowed is {min} or more")))
+    }
+
+    /// The number, if it is one of 64 bits.
+    pub fn exact(&self, py: Python<'_>, name: &str) -> PyResult<i64> {
+        match self {
+            Self::Number(number) => Ok(*number),
+            Self::TooLarge(text) | Self::TooSmall(text) => {
+                let text = format!("{name} is {text}, allowed is {} to {}", i64::MIN, i64::MAX);
+                Err(argument_error(py, text))
+            }
+            Self::Other(text) => {
+                Err(argument_error(py, format!("{name} is {text}, a whole number is needed")))
+            }
         }
     }
+
+    /// A page size; which ones are good is said by the tree, for those that a number of 64 bits can be.
+    pub fn page_size(&self, py: Python<'_>) -> PyResult<usize> {
+        let given = match self {
+            Self::Number(number) => match usize::try_from(*number) {
+                Ok(size) => return Ok(size),
+                Err(_) => number.to_string(),
+            },
+            Self::TooLarge(text) | Self::TooSmall(text) | Self::Other(text) => text.clone(),
+        };
+        Err(argument_error(py, format!("page_size is {given}, allowed is 1 to 256")))
+    }
+}
+
+/// A time on the caller's clock.
+pub(super) fn time(object: &Bound<'_, PyAny>, name: &str) -> PyResult<f64> {
+    match object.extract::<f64>() {
+        Ok(time) if !time.is_nan() => Ok(time),
+        _ => Err(argument_error(object.py(), format!("{name} is {}, a number is needed", show(object)))),
+    }
+}
+
+/// A part of a namespace.
+pub(super) fn text(object: Option<&Bound<'_, PyAny>>, name: &str) -> PyResult<Option<PyBackedStr>> {
+    let Some(object) = object else { return Ok(None) };
+    let Ok(text) = object.extract::<PyBackedStr>() else {
+        let text =
+            format!("{name} is {}, a str that can be encoded in UTF-8 (or None) is needed", show(object));
+        return Err(argument_error(object.py(), text));
+    };
+    Ok(Some(text))
 }
 
 /// A node id; a number that can be no id is an unknown node.
@@ -298,28 +384,40 @@ impl FromPyObject<'_, '_> for NodeArg {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        match object.extract::<u64>() {
-            Ok(id) => Ok(Self(id)),
-            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                let text = format!("node {} is not in this tree (dead, or never was)", show(&object));
-                Err(unknown_node_error(object.py(), text))
-            }
-            Err(_) => {
-                let text = format!("node is {}, a node id (int) is needed", show(&object));
-                Err(PyTypeError::new_err(text))
-            }
+        let Some(id) = node_id(&object, "node")? else {
+            let text = format!("node {} is not in this tree (dead, or never was)", show(&object));
+            return Err(unknown_node_error(object.py(), text));
+        };
+        Ok(Self(id))
+    }
+}
+
+/// The id that a whole number is; `None` if it is too large or negative.
+fn node_id(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<NodeId>> {
+    match object.extract::<u64>() {
+        Ok(id) => Ok(Some(id)),
+        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => Ok(None),
+        Err(_) => {
+            let text = format!("{name} is {}, a node id (int) is needed", show(object));
+            Err(argument_error(object.py(), text))
         }
     }
 }
 
-/// Node ids from any sequence or array of them.
+/// Node ids from any sequence or array of them. What can be no id stands for a node that never was.
 pub(super) struct NodeList(pub Vec<NodeId>);
 
 impl FromPyObject<'_, '_> for NodeList {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        let ids = object.try_iter()?.map(|item| item?.extract::<NodeArg>().map(|arg| arg.0));
+        let Ok(items) = object.try_iter() else {
+            let text = format!("nodes is {}, a sequence of node ids is needed", show(&object));
+            return Err(argument_error(object.py(), text));
+        };
+        let ids = items
+            .enumerate()
+            .map(|(at, item)| node_id(&item?, &format!("nodes[{at}]")).map(|id| id.unwrap_or(NodeId::MAX)));
         ids.collect::<PyResult<Vec<_>>>().map(Self)
     }
 }

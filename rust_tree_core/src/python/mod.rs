@@ -9,13 +9,14 @@ mod errors;
 mod results;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyMapping, PyString};
 
 use crate::{
     GuardError, Guarded, InsertArgs, InsertHostArgs, Namespace, NodeId, Tree, TreeConfig, WritePolicy,
     policy_names,
 };
-use buffers::{NodeArg, NodeList, Whole, Words, digests, page_ids};
+use buffers::{NodeArg, NodeList, Whole, Words, digests, page_ids, text, time};
 use errors::{argument_error, lock_error, poisoned_error, tree_error};
 use results::{
     Ack, BackupDone, BackupPlan, Evicted, HostEvicted, HostInserted, HostLockReceipt, Inserted, LoadBackPlan,
@@ -27,12 +28,18 @@ use results::{
 const LONG_TOKENS: usize = 1 << 20;
 const LONG_HASHES: usize = 1 << 16;
 const LONG_PAGES: usize = 2_000;
+const LONG_NODES: usize = 500;
+
+/// Most keys in one waiting queue.
+const MAX_QUEUE: usize = 1 << 20;
 
 type TreeResult<T> = std::result::Result<T, crate::Error>;
 
 #[pyclass(frozen, module = "unified_cache")]
 struct PrefixTree {
     tree: Guarded<Tree>,
+    /// Tokens from which an insert is a long call: with events on, its pages are hashed at once.
+    long_insert: usize,
 }
 
 impl PrefixTree {
@@ -88,8 +95,17 @@ fn guard_error(py: Python<'_>, error: &GuardError) -> PyErr {
     }
 }
 
-fn namespace<'a>(extra_key: Option<&'a str>, cache_salt: Option<&'a str>) -> Namespace<'a> {
-    Namespace { extra_key, cache_salt }
+/// The parts of a namespace, as they were given.
+struct Space(Option<PyBackedStr>, Option<PyBackedStr>);
+
+impl Space {
+    fn of(extra_key: Option<&Bound<'_, PyAny>>, cache_salt: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        Ok(Self(text(extra_key, "extra_key")?, text(cache_salt, "cache_salt")?))
+    }
+
+    fn get(&self) -> Namespace<'_> {
+        Namespace { extra_key: self.0.as_deref(), cache_salt: self.1.as_deref() }
+    }
 }
 
 /// The ack behind a Python object.
@@ -100,9 +116,42 @@ fn ack_of(ack: &Bound<'_, PyAny>) -> PyResult<crate::Ack> {
     }
 }
 
-/// Entry `at` of a list that may be absent, which may be absent too.
-fn part(list: Option<&Vec<Option<String>>>, at: usize) -> Option<&str> {
-    list.and_then(|list| list[at].as_deref())
+/// The items of a sequence.
+fn items<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let is_text = object.is_instance_of::<PyString>();
+    match object.try_iter() {
+        Ok(items) if !is_text && object.cast::<PyMapping>().is_err() => {
+            let mut list = Vec::new();
+            for item in items {
+                list.push(item?);
+                if list.len() > MAX_QUEUE {
+                    let text = format!("{name} has more than {MAX_QUEUE} entries");
+                    return Err(argument_error(object.py(), text));
+                }
+            }
+            Ok(list)
+        }
+        _ => Err(argument_error(object.py(), format!("{name} is {}, a sequence is needed", show(object)))),
+    }
+}
+
+/// A str (or None) for each of `count` keys.
+fn texts(list: Option<&Bound<'_, PyAny>>, name: &str, count: usize) -> PyResult<Vec<Option<PyBackedStr>>> {
+    let Some(object) = list else { return Ok((0..count).map(|_| None).collect()) };
+    let list = items(object, name)?;
+    if list.len() != count {
+        return Err(argument_error(
+            object.py(),
+            format!("{name} has {} entries, keys has {count}", list.len()),
+        ));
+    }
+    let parts = list.iter().enumerate();
+    parts.map(|(at, part)| text((!part.is_none()).then_some(part), &format!("{name}[{at}]"))).collect()
+}
+
+/// The error for a receipt or plan that another thread is giving back just now.
+fn in_use(py: Python<'_>, name: &str) -> PyErr {
+    lock_error(py, format!("{name} is in use by another thread"))
 }
 
 /// A short text for messages.
@@ -111,20 +160,22 @@ fn show(object: &Bound<'_, PyAny>) -> String {
     if text.chars().count() > 60 { format!("{}...", text.chars().take(57).collect::<String>()) } else { text }
 }
 
-fn policy_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<Vec<(String, i64)>> {
+fn policy_options(options: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<(String, i64)>> {
     let Some(options) = options else { return Ok(Vec::new()) };
-    let mut pairs = Vec::with_capacity(options.len());
-    for (key, value) in options {
+    let py = options.py();
+    let Ok(mapping) = options.cast::<PyMapping>() else {
+        return Err(argument_error(py, format!("policy_options is {}, a mapping is needed", show(options))));
+    };
+    let mut pairs = Vec::new();
+    for pair in mapping.items()? {
+        let (key, value): (Bound<'_, PyAny>, Whole) = pair.extract()?;
         let Ok(name) = key.extract::<String>() else {
             return Err(argument_error(
-                options.py(),
+                py,
                 format!("policy_options has key {}, a str is needed", show(&key)),
             ));
         };
-        let Ok(number) = value.extract::<i64>() else {
-            let text = format!("policy_options[{name:?}] is {}, a whole number is needed", show(&value));
-            return Err(argument_error(options.py(), text));
-        };
+        let number = value.exact(py, &format!("policy_options[{name:?}]"))?;
         pairs.push((name, number));
     }
     Ok(pairs)
@@ -134,8 +185,8 @@ fn policy_options(options: Option<&Bound<'_, PyDict>>) -> PyResult<Vec<(String, 
 impl PrefixTree {
     #[new]
     #[pyo3(
-        signature = (page_size=Whole(1), *, eviction_policy="lru", policy_options=None, write_policy=Some("write_through"),
-                     write_through_threshold=None, bigram=false, events=false, event_capacity=Whole(65_536), pin_capacity=None),
+        signature = (page_size=Whole::Number(1), *, eviction_policy="lru", policy_options=None, write_policy=Some("write_through"),
+                     write_through_threshold=None, bigram=false, events=false, event_capacity=Whole::Number(65_536), pin_capacity=None),
         text_signature = "(page_size=1, *, eviction_policy='lru', policy_options=None, write_policy='write_through', \
                           write_through_threshold=None, bigram=False, events=False, event_capacity=65536, pin_capacity=None)"
     )]
@@ -144,7 +195,7 @@ impl PrefixTree {
         py: Python<'_>,
         page_size: Whole,
         eviction_policy: &str,
-        policy_options: Option<&Bound<'_, PyDict>>,
+        policy_options: Option<&Bound<'_, PyAny>>,
         write_policy: Option<&str>,
         write_through_threshold: Option<Whole>,
         bigram: bool,
@@ -154,10 +205,9 @@ impl PrefixTree {
     ) -> PyResult<Self> {
         let write_policy =
             write_policy.map(WritePolicy::from_name).transpose().map_err(|error| tree_error(py, error))?;
-        let page_size = page_size.0;
+        let page_size = page_size.page_size(py)?;
         let config = TreeConfig {
-            page_size: usize::try_from(page_size)
-                .map_err(|_| argument_error(py, format!("page_size is {page_size}, allowed is 1 to 256")))?,
+            page_size,
             eviction_policy: eviction_policy.to_owned(),
             policy_options: self::policy_options(policy_options)?,
             write_policy,
@@ -174,7 +224,8 @@ impl PrefixTree {
             },
         };
         let tree = Tree::new(config).map_err(|error| tree_error(py, error))?;
-        Ok(Self { tree: Guarded::new(tree) })
+        let long_insert = if events { LONG_HASHES.min(page_size * LONG_PAGES) } else { LONG_TOKENS };
+        Ok(Self { tree: Guarded::new(tree), long_insert })
     }
 
     #[pyo3(signature = (tokens, *, extra_key=None, cache_salt=None, include_evicted=true))]
@@ -182,17 +233,18 @@ impl PrefixTree {
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        extra_key: Option<&str>,
-        cache_salt: Option<&str>,
+        extra_key: Option<&Bound<'_, PyAny>>,
+        cache_salt: Option<&Bound<'_, PyAny>>,
         include_evicted: bool,
     ) -> PyResult<Match> {
         let words = Words::of(tokens, "tokens")?;
         let tokens = words.tokens();
-        let space = namespace(extra_key, cache_salt);
+        let space = Space::of(extra_key, cache_salt)?;
+        let space = space.get();
         self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| {
             tree.match_prefix(tokens, space, include_evicted)
         })
-        .map(Match)
+        .map(Match::new)
     }
 
     #[pyo3(signature = (tokens, *, extra_key=None, cache_salt=None, include_evicted=true))]
@@ -200,53 +252,50 @@ impl PrefixTree {
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        extra_key: Option<&str>,
-        cache_salt: Option<&str>,
+        extra_key: Option<&Bound<'_, PyAny>>,
+        cache_salt: Option<&Bound<'_, PyAny>>,
         include_evicted: bool,
     ) -> PyResult<Match> {
         let words = Words::of(tokens, "tokens")?;
         let tokens = words.tokens();
-        let space = namespace(extra_key, cache_salt);
+        let space = Space::of(extra_key, cache_salt)?;
+        let space = space.get();
         self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| tree.peek_prefix(tokens, space, include_evicted))
-            .map(Match)
+            .map(Match::new)
     }
 
     #[pyo3(signature = (keys, *, extra_keys=None, cache_salts=None))]
     fn match_prefixes(
         &self,
         py: Python<'_>,
-        keys: Vec<Bound<'_, PyAny>>,
-        extra_keys: Option<Vec<Option<String>>>,
-        cache_salts: Option<Vec<Option<String>>>,
+        keys: &Bound<'_, PyAny>,
+        extra_keys: Option<&Bound<'_, PyAny>>,
+        cache_salts: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Match>> {
-        for (name, list) in [("extra_keys", &extra_keys), ("cache_salts", &cache_salts)] {
-            if let Some(list) = list
-                && list.len() != keys.len()
-            {
-                let text = format!("{name} has {} entries, keys has {}", list.len(), keys.len());
-                return Err(argument_error(py, text));
-            }
-        }
+        let keys = items(keys, "keys")?;
         let words = keys
             .iter()
             .enumerate()
             .map(|(at, key)| Words::of(key, &format!("keys[{at}]")))
             .collect::<PyResult<Vec<_>>>()?;
+        let extra_keys = texts(extra_keys, "extra_keys", keys.len())?;
+        let cache_salts = texts(cache_salts, "cache_salts", keys.len())?;
         let queue: Vec<_> = words
             .iter()
             .enumerate()
             .map(|(at, words)| {
-                (words.tokens(), namespace(part(extra_keys.as_ref(), at), part(cache_salts.as_ref(), at)))
+                let (extra_key, cache_salt) = (extra_keys[at].as_deref(), cache_salts[at].as_deref());
+                (words.tokens(), Namespace { extra_key, cache_salt })
             })
             .collect();
         let total: usize = queue.iter().map(|(tokens, _)| tokens.len()).sum();
         let matches = self.try_run(py, total >= LONG_TOKENS, |tree| tree.match_prefixes(&queue))?;
-        Ok(matches.into_iter().map(Match).collect())
+        Ok(matches.into_iter().map(Match::new).collect())
     }
 
     #[pyo3(
-        signature = (tokens, pages, *, prev_prefix_len=Whole(0), inserted_len=Whole(0), extra_key=None, cache_salt=None,
-                     priority=Whole(0), chunked=false),
+        signature = (tokens, pages, *, prev_prefix_len=Whole::Number(0), inserted_len=Whole::Number(0), extra_key=None, cache_salt=None,
+                     priority=Whole::Number(0), chunked=false),
         text_signature = "($self, tokens, pages, *, prev_prefix_len=0, inserted_len=0, extra_key=None, cache_salt=None, \
                           priority=0, chunked=False)"
     )]
@@ -258,8 +307,8 @@ impl PrefixTree {
         pages: &Bound<'_, PyAny>,
         prev_prefix_len: Whole,
         inserted_len: Whole,
-        extra_key: Option<&str>,
-        cache_salt: Option<&str>,
+        extra_key: Option<&Bound<'_, PyAny>>,
+        cache_salt: Option<&Bound<'_, PyAny>>,
         priority: Whole,
         chunked: bool,
     ) -> PyResult<Inserted> {
@@ -269,19 +318,21 @@ impl PrefixTree {
         let pages = pages.as_slice();
         let prev_prefix_len = prev_prefix_len.at_least(py, "prev_prefix_len", 0)?;
         let inserted_len = inserted_len.at_least(py, "inserted_len", 0)?;
-        let space = namespace(extra_key, cache_salt);
-        self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| {
+        let priority = priority.exact(py, "priority")?;
+        let space = Space::of(extra_key, cache_salt)?;
+        let space = space.get();
+        self.try_run(py, tokens.len() >= self.long_insert, |tree| {
             tree.insert(InsertArgs {
                 tokens,
                 pages,
                 prev_prefix_len,
                 inserted_len,
                 namespace: space,
-                priority: priority.0,
+                priority,
                 chunked,
             })
         })
-        .map(Inserted)
+        .map(Inserted::new)
     }
 
     fn inc_lock_ref(&self, py: Python<'_>, node: NodeArg) -> PyResult<LockReceipt> {
@@ -292,7 +343,7 @@ impl PrefixTree {
         let Ok(receipt) = lock.cast::<LockReceipt>() else {
             return Err(lock_error(py, format!("lock is {}, not a receipt of inc_lock_ref", show(lock))));
         };
-        let receipt = &mut receipt.try_borrow_mut()?.0;
+        let receipt = &mut receipt.try_borrow_mut().map_err(|_| in_use(py, "lock"))?.0;
         self.try_run(py, false, |tree| tree.dec_lock_ref(receipt))
     }
 
@@ -307,7 +358,7 @@ impl PrefixTree {
                 format!("lock is {}, not a receipt of inc_host_lock_ref", show(lock)),
             ));
         };
-        let receipt = &mut receipt.try_borrow_mut()?.0;
+        let receipt = &mut receipt.try_borrow_mut().map_err(|_| in_use(py, "lock"))?.0;
         self.try_run(py, false, |tree| tree.dec_host_lock_ref(receipt))
     }
 
@@ -319,7 +370,7 @@ impl PrefixTree {
     }
 
     fn drop(&self, py: Python<'_>, nodes: NodeList) -> PyResult<Evicted> {
-        self.try_run(py, false, |tree| tree.drop_nodes(&nodes.0)).map(Evicted)
+        self.try_run(py, nodes.0.len() >= LONG_NODES, |tree| tree.drop_nodes(&nodes.0)).map(Evicted)
     }
 
     fn evict_host(&self, py: Python<'_>, num_pages: Whole) -> PyResult<HostEvicted> {
@@ -328,13 +379,13 @@ impl PrefixTree {
     }
 
     fn plan_backup(&self, py: Python<'_>, nodes: NodeList) -> PyResult<BackupPlan> {
-        self.run(py, false, |tree| tree.plan_backup(&nodes.0)).map(BackupPlan)
+        self.run(py, nodes.0.len() >= LONG_NODES, |tree| tree.plan_backup(&nodes.0)).map(BackupPlan)
     }
 
     fn begin_backup(&self, py: Python<'_>, nodes: NodeList, host_pages: &Bound<'_, PyAny>) -> PyResult<Ack> {
         let pages = page_ids(host_pages, "host_pages")?;
         let pages = pages.as_slice();
-        self.try_run(py, false, |tree| tree.begin_backup(&nodes.0, pages)).map(Ack)
+        self.try_run(py, nodes.0.len() >= LONG_NODES, |tree| tree.begin_backup(&nodes.0, pages)).map(Ack)
     }
 
     fn finish_backup(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<BackupDone> {
@@ -364,7 +415,7 @@ impl PrefixTree {
         };
         let pages = page_ids(device_pages, "device_pages")?;
         let pages = pages.as_slice();
-        let plan = &mut plan.try_borrow_mut()?.plan;
+        let plan = &mut plan.try_borrow_mut().map_err(|_| in_use(py, "plan"))?.plan;
         self.try_run(py, false, |tree| tree.begin_load_back(plan, pages)).map(Ack)
     }
 
@@ -388,16 +439,17 @@ impl PrefixTree {
         tokens: &Bound<'_, PyAny>,
         host_pages: &Bound<'_, PyAny>,
         hashes: Option<&Bound<'_, PyAny>>,
-        extra_key: Option<&str>,
-        cache_salt: Option<&str>,
+        extra_key: Option<&Bound<'_, PyAny>>,
+        cache_salt: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<HostInserted> {
         let words = Words::of(tokens, "tokens")?;
         let tokens = words.tokens();
         let pages = page_ids(host_pages, "host_pages")?;
         let pages = pages.as_slice();
         let hashes = hashes.map(|hashes| digests(hashes, "hashes")).transpose()?;
-        let space = namespace(extra_key, cache_salt);
-        self.try_run(py, tokens.len() >= LONG_TOKENS, |tree| {
+        let space = Space::of(extra_key, cache_salt)?;
+        let space = space.get();
+        self.try_run(py, tokens.len() >= self.long_insert, |tree| {
             tree.insert_host(InsertHostArgs {
                 anchor: anchor.0,
                 tokens,
@@ -410,7 +462,8 @@ impl PrefixTree {
     }
 
     #[pyo3(signature = (node, expires_at=None))]
-    fn pin(&self, py: Python<'_>, node: NodeArg, expires_at: Option<f64>) -> PyResult<Pin> {
+    fn pin(&self, py: Python<'_>, node: NodeArg, expires_at: Option<&Bound<'_, PyAny>>) -> PyResult<Pin> {
+        let expires_at = expires_at.map(|at| time(at, "expires_at")).transpose()?;
         self.try_run(py, false, |tree| tree.pin(node.0, expires_at)).map(Pin)
     }
 
@@ -422,7 +475,8 @@ impl PrefixTree {
         self.try_run(py, false, |tree| tree.unpin(pin))
     }
 
-    fn expire_pins(&self, py: Python<'_>, now: f64) -> PyResult<usize> {
+    fn expire_pins(&self, py: Python<'_>, now: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let now = time(now, "now")?;
         self.run(py, false, |tree| tree.expire_pins(now))
     }
 
@@ -513,7 +567,7 @@ impl PrefixTree {
     }
 
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let events = self.run(py, false, Tree::take_events)?;
+        let events = self.run(py, true, Tree::take_events)?;
         events.into_iter().map(|event| event_object(py, event)).collect()
     }
 
@@ -539,8 +593,8 @@ fn page_hashes<'py>(
     tokens: &Bound<'py, PyAny>,
     page_size: Whole,
     parent: Option<&Bound<'py, PyAny>>,
-    extra_key: Option<&str>,
-    cache_salt: Option<&str>,
+    extra_key: Option<&Bound<'_, PyAny>>,
+    cache_salt: Option<&Bound<'_, PyAny>>,
     bigram: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let words = Words::of(tokens, "tokens")?;
@@ -555,10 +609,9 @@ fn page_hashes<'py>(
             }
         },
     };
-    let size = page_size.0;
-    let size = usize::try_from(size)
-        .map_err(|_| argument_error(py, format!("page_size is {size}, allowed is 1 to 256")))?;
-    let space = namespace(extra_key, cache_salt);
+    let size = page_size.page_size(py)?;
+    let space = Space::of(extra_key, cache_salt)?;
+    let space = space.get();
     let hash = || crate::page_hashes(tokens, size, parent.as_ref(), space, bigram);
     let hashes = if tokens.len() >= LONG_HASHES { py.detach(hash) } else { hash() };
     digest_array(py, &hashes.map_err(|error| tree_error(py, error))?)

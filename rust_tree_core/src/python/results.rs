@@ -2,6 +2,7 @@
 
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
 use super::PrefixTree;
@@ -49,7 +50,13 @@ macro_rules! result_class {
 }
 
 #[pyclass(frozen, module = "unified_cache")]
-pub(super) struct Match(pub crate::Match);
+pub(super) struct Match(crate::Match, PyOnceLock<Py<PyAny>>);
+
+impl Match {
+    pub fn new(result: crate::Match) -> Self {
+        Self(result, PyOnceLock::new())
+    }
+}
 
 #[pymethods]
 impl Match {
@@ -75,7 +82,7 @@ impl Match {
     }
     #[getter]
     fn device_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        run_array(py, &self.0.device)
+        self.1.get_or_init(py, || run_array(py, &self.0.device).unbind()).bind(py).clone()
     }
     fn __repr__(&self) -> String {
         format!(
@@ -86,7 +93,13 @@ impl Match {
 }
 
 #[pyclass(frozen, module = "unified_cache")]
-pub(super) struct Inserted(pub crate::Inserted);
+pub(super) struct Inserted(crate::Inserted, PyOnceLock<Py<PyAny>>);
+
+impl Inserted {
+    pub fn new(result: crate::Inserted) -> Self {
+        Self(result, PyOnceLock::new())
+    }
+}
 
 #[pymethods]
 impl Inserted {
@@ -100,11 +113,15 @@ impl Inserted {
     }
     #[getter]
     fn device_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        run_array(py, &self.0.device)
+        self.1.get_or_init(py, || run_array(py, &self.0.device).unbind()).bind(py).clone()
     }
     #[getter]
     fn node(&self) -> NodeId {
         self.0.node
+    }
+    #[getter]
+    fn pending_ack(&self) -> Option<Ack> {
+        self.0.pending_ack.map(Ack)
     }
     #[getter]
     fn backup_nodes(&self) -> Vec<NodeId> {
@@ -232,6 +249,10 @@ impl LoadBackPlan {
     fn host_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         page_array(py, self.plan.host_pages())
     }
+    #[getter]
+    fn pending_ack(&self) -> Option<Ack> {
+        self.plan.pending_ack().map(Ack)
+    }
     fn cancel(&mut self, py: Python<'_>) -> PyResult<()> {
         let plan = &mut self.plan;
         self.tree.get().try_run(py, false, |tree| tree.cancel_load_back_plan(plan))
@@ -285,7 +306,7 @@ impl NodeInfo {
     /// A named tuple of the Python package, which is what a reader of `locks` expects.
     #[getter]
     fn locks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        static LOCKS: pyo3::sync::PyOnceLock<Py<PyType>> = pyo3::sync::PyOnceLock::new();
+        static LOCKS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         LOCKS.import(py, "unified_cache.tree", "Locks")?.call1((self.0.lock_ref, self.0.host_lock_ref))
     }
     #[getter]
@@ -317,8 +338,41 @@ pub(super) struct Stored {
     cache_salt: Option<String>,
 }
 
+type StoredArgs = (&'static str, Vec<i64>, Option<i64>, Vec<u32>, usize, Option<String>, Option<String>);
+
+/// The tier of this name, as events carry it.
+fn tier_name(py: Python<'_>, tier: &str) -> PyResult<&'static str> {
+    let known = [crate::Tier::Device, crate::Tier::Host].map(crate::Tier::name);
+    known.into_iter().find(|name| *name == tier).ok_or_else(|| {
+        super::errors::argument_error(py, format!("tier is {tier:?}, allowed are {}", known.join(", ")))
+    })
+}
+
 #[pymethods]
 impl Stored {
+    #[new]
+    #[pyo3(
+        signature = (tier, hashes, parent, tokens, page_size, extra_key=None, cache_salt=None),
+        text_signature = "(tier, hashes, parent, tokens, page_size, extra_key=None, cache_salt=None)"
+    )]
+    #[allow(clippy::too_many_arguments)] // the fields
+    fn new(
+        py: Python<'_>,
+        tier: &str,
+        hashes: Vec<i64>,
+        parent: Option<i64>,
+        tokens: Vec<u32>,
+        page_size: usize,
+        extra_key: Option<String>,
+        cache_salt: Option<String>,
+    ) -> PyResult<Self> {
+        Ok(Self { tier: tier_name(py, tier)?, hashes, parent, tokens, page_size, extra_key, cache_salt })
+    }
+    fn __getnewargs__(&self) -> StoredArgs {
+        let (hashes, tokens) = (self.hashes.clone(), self.tokens.clone());
+        let (extra_key, cache_salt) = (self.extra_key.clone(), self.cache_salt.clone());
+        (self.tier, hashes, self.parent, tokens, self.page_size, extra_key, cache_salt)
+    }
     fn __repr__(&self) -> String {
         format!("{self:?}")
     }
@@ -333,6 +387,14 @@ pub(super) struct Removed {
 
 #[pymethods]
 impl Removed {
+    #[new]
+    #[pyo3(signature = (tier, hashes), text_signature = "(tier, hashes)")]
+    fn new(py: Python<'_>, tier: &str, hashes: Vec<i64>) -> PyResult<Self> {
+        Ok(Self { tier: tier_name(py, tier)?, hashes })
+    }
+    fn __getnewargs__(&self) -> (&'static str, Vec<i64>) {
+        (self.tier, self.hashes.clone())
+    }
     fn __repr__(&self) -> String {
         format!("{self:?}")
     }

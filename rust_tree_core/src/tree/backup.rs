@@ -1,5 +1,7 @@
 //! Device to host: plan, begin, finish, cancel.
 
+use std::collections::{HashMap, HashSet};
+
 use super::node::{Pages, Slot, flag};
 use super::{Ack, AckKind, Evicted, Tree};
 use crate::NodeId;
@@ -40,28 +42,34 @@ impl Tree {
     /// A node held for write-back stands alone under `write_back`: its room was counted alone.
     pub fn plan_backup(&self, nodes: &[NodeId]) -> BackupPlan {
         let mut plan = BackupPlan::default();
-        let mut listed = std::collections::HashSet::new();
-        for &id in nodes {
-            let Ok(slot) = self.slot(id) else { continue };
+        let wanted = |slot: Slot| {
+            let node = &self.nodes[slot as usize];
+            node.on_device() && !node.backed()
+        };
+        let slots: Vec<Slot> =
+            nodes.iter().filter_map(|&id| self.slot(id).ok()).filter(|&s| wanted(s)).collect();
+        let held: HashSet<Slot> = slots.iter().copied().filter(|&s| self.nodes[s as usize].held()).collect();
+        let mut listed = HashSet::new();
+        // Nodes above which everything wanted is listed: the walk up stops there.
+        let mut done = HashSet::new();
+        for slot in slots {
             let hold = self.nodes[slot as usize].hold;
             let alone = hold != 0 && self.is_write_back();
-            let wanted = |slot: Slot| {
-                let node = &self.nodes[slot as usize];
-                node.on_device() && !node.backed()
-            };
-            if !wanted(slot) {
-                continue; // waits for a copy, or has one already
+            let mut chain = Vec::new();
+            for above in self.ancestors(slot) {
+                if done.contains(&above) || (self.is_gap_free() && !wanted(above)) {
+                    break; // without gaps, nothing above a backed node is missing
+                }
+                if !alone {
+                    done.insert(above);
+                }
+                let belongs = !alone || self.nodes[above as usize].hold == hold || held.contains(&above);
+                if belongs && wanted(above) && listed.insert(above) {
+                    chain.push(above);
+                }
             }
-            let chain: Vec<Slot> = self
-                .ancestors(slot)
-                // Without gaps, nothing above a backed node is missing.
-                .take_while(|&above| !self.is_gap_free() || wanted(above))
-                .filter(|&above| !alone || self.nodes[above as usize].hold == hold)
-                .filter(|&above| wanted(above) && !listed.contains(&above))
-                .collect();
             for slot in chain.into_iter().rev() {
                 let node = &self.nodes[slot as usize];
-                listed.insert(slot);
                 plan.nodes.push(node.id);
                 plan.pages += node.len as usize;
                 plan.device_pages.extend_from_slice(node.device_pages());
@@ -76,26 +84,27 @@ impl Tree {
         let slots = self.check_backup(nodes, host_pages)?;
 
         let serial = self.serial();
-        let was_held: Vec<bool> = slots.iter().map(|&slot| self.nodes[slot as usize].held()).collect();
+        let owns_hold = |tree: &Self, slot: Slot| {
+            let node = &tree.nodes[slot as usize];
+            node.hold == node.id && node.held()
+        };
+        // A hold's lock becomes the copy's; the others get one of their own.
+        let unlocked: Vec<Slot> = slots.iter().copied().filter(|&slot| !owns_hold(self, slot)).collect();
+        self.shift_path_locks(&unlocked, true);
         let mut rest = host_pages;
-        for (&slot, &victim) in slots.iter().zip(&was_held) {
-            let node = &self.nodes[slot as usize];
-            let owns_hold = node.hold == node.id;
+        for &slot in &slots {
+            let node = &mut self.nodes[slot as usize];
             let (pages, after) = rest.split_at(node.len as usize);
             rest = after;
-            if !owns_hold {
-                self.lock_path(slot); // else the hold's lock becomes the copy's
-            }
-            let node = &mut self.nodes[slot as usize];
-            node.flags |= flag::BACKUP_LOCK | if victim { flag::VICTIM } else { 0 };
+            node.flags |= flag::BACKUP_LOCK | if node.held() { flag::VICTIM } else { 0 };
             self.set_host_value(slot, Pages::from(pages), Some(serial));
         }
         for &slot in &slots {
-            let node = &self.nodes[slot as usize];
-            if node.hold == node.id {
+            if owns_hold(self, slot) {
                 self.clear_hold(slot);
-            } else {
-                self.edit(slot, |node| node.hold = 0); // the rest waits for the node that was held first
+                self.shift_hold_locks(slot, false);
+            } else if self.nodes[slot as usize].held() {
+                self.set_hold(slot, 0); // the rest waits for the node that was held first
             }
         }
         self.backups.insert(serial, PendingBackup { nodes: nodes.to_vec() });
@@ -104,7 +113,7 @@ impl Tree {
 
     fn check_backup(&self, nodes: &[NodeId], host_pages: &[u32]) -> Result<Vec<Slot>> {
         let mut slots = Vec::with_capacity(nodes.len());
-        let mut listed = std::collections::HashSet::new();
+        let mut listed = HashSet::new();
         let mut pages = 0;
         for &id in nodes {
             let slot = self.slot(id)?;
@@ -124,8 +133,8 @@ impl Tree {
                 && !self.nodes[parent as usize].backed()
                 && !listed.contains(&parent)
             {
-                return Err(bad_argument!(
-                    "nodes has node {id}, but not before it node {} above it, which is not backed up",
+                return Err(bad_lock!(
+                    "the plan is stale: node {} above node {id} has no host copy and is not listed before it",
                     self.nodes[parent as usize].id
                 ));
             }
@@ -150,26 +159,45 @@ impl Tree {
         let pending = self.take_backup(ack)?;
         let mut slots = self.living(&pending.nodes);
         self.sort_by_depth(&mut slots);
-        let mut out = BackupDone::default();
+        let mut published = Vec::new();
         for &slot in &slots {
-            let node = &self.nodes[slot as usize];
-            let pages = u64::from(node.len);
-            out.nodes.push(node.id);
-            self.edit(slot, |node| node.flags &= !flag::PENDING_BACKUP);
-            self.sizes.pending_host -= pages;
-            self.sizes.host += pages;
-            self.refresh(slot);
+            self.edit(slot, |node| {
+                node.flags &= !flag::PENDING_BACKUP;
+                node.flags |= flag::WAITS;
+            });
+            self.publish_from(slot, &mut published);
+        }
+        self.sort_by_depth(&mut published);
+        for &slot in &published {
             self.emit_stored(slot, Tier::Host);
         }
+        let victims = self.end_backup(&slots);
         let mut evicted = Evicted::default();
-        let victims: Vec<bool> = slots.iter().map(|&slot| self.end_backup(slot)).collect();
-        for (&slot, _) in slots.iter().zip(&victims).rev().filter(|&(_, &victim)| victim) {
+        for &slot in victims.iter().rev() {
             if self.nodes[slot as usize].is_device_leaf() {
                 self.demote(slot, &mut evicted);
             }
         }
-        out.device_pages = evicted.device_pages;
-        Ok(out)
+        let nodes = published.iter().map(|&slot| self.nodes[slot as usize].id).collect();
+        Ok(BackupDone { nodes, device_pages: evicted.device_pages })
+    }
+
+    /// Publishes a waiting copy if nothing above is missing, and then those that waited for it.
+    fn publish_from(&mut self, slot: Slot, published: &mut Vec<Slot>) {
+        if !self.may_publish(slot) {
+            self.refresh(slot);
+            return;
+        }
+        let mut ready = vec![slot];
+        while let Some(slot) = ready.pop() {
+            let pages = u64::from(self.nodes[slot as usize].len);
+            self.nodes[slot as usize].flags &= !flag::WAITS;
+            self.sizes.pending_host -= pages;
+            self.sizes.host += pages;
+            self.refresh(slot);
+            published.push(slot);
+            ready.extend(self.children(slot).filter(|&child| self.nodes[child as usize].has(flag::WAITS)));
+        }
     }
 
     /// The copy will not end: takes its host pages back, and under the write-through policies those of every node
@@ -184,24 +212,24 @@ impl Tree {
         let mut host_pages = Vec::new();
         for &slot in &slots {
             host_pages.extend_from_slice(&self.take_host_value(slot));
-            self.end_backup(slot);
         }
-        for &slot in below.iter().rev() {
-            if self.nodes[slot as usize].published() {
-                self.emit_removed(slot, Tier::Host);
-            }
-        }
+        // Nothing below was published, so no event. Copies that other acks wait for leave these acks.
+        let mut others: HashMap<u64, HashSet<NodeId>> = HashMap::new();
+        let mut ended = slots;
         for &slot in &below {
             let node = &self.nodes[slot as usize];
-            let (id, other) = (node.id, node.has(flag::PENDING_BACKUP).then_some(node.ack));
+            if node.has(flag::PENDING_BACKUP) {
+                others.entry(node.ack).or_default().insert(node.id);
+                ended.push(slot);
+            }
             host_pages.extend_from_slice(&self.take_host_value(slot));
-            if let Some(serial) = other {
-                self.end_backup(slot);
-                if let Some(pending) = self.backups.get_mut(&serial) {
-                    pending.nodes.retain(|&listed| listed != id);
-                }
+        }
+        for (serial, left) in others {
+            if let Some(pending) = self.backups.get_mut(&serial) {
+                pending.nodes.retain(|id| !left.contains(id));
             }
         }
+        self.end_backup(&ended);
         for &slot in below.iter().rev() {
             if !self.nodes[slot as usize].on_device() {
                 self.remove(slot);
@@ -215,7 +243,7 @@ impl Tree {
         if !self.is_gap_free() {
             return Vec::new();
         }
-        let mut seen: std::collections::HashSet<Slot> = slots.iter().copied().collect();
+        let mut seen: HashSet<Slot> = slots.iter().copied().collect();
         let mut below = Vec::new();
         let mut stack = slots.to_vec();
         while let Some(slot) = stack.pop() {
@@ -251,15 +279,17 @@ impl Tree {
         Ok(())
     }
 
-    /// Takes the marks of a backup off a node and gives its lock back; true if the node was to be written back.
-    fn end_backup(&mut self, slot: Slot) -> bool {
-        let node = &mut self.nodes[slot as usize];
-        let (victim, locked) = (node.has(flag::VICTIM), node.has(flag::BACKUP_LOCK));
-        node.flags &= !(flag::VICTIM | flag::BACKUP_LOCK);
-        if locked {
-            self.unlock_path(slot);
+    /// Takes the marks of a backup off nodes and gives its locks back; returns those that were to be written back.
+    fn end_backup(&mut self, slots: &[Slot]) -> Vec<Slot> {
+        let is = |tree: &Self, slot: Slot, mark: u32| tree.nodes[slot as usize].has(mark);
+        let victims = slots.iter().copied().filter(|&slot| is(self, slot, flag::VICTIM)).collect();
+        let locked: Vec<Slot> =
+            slots.iter().copied().filter(|&slot| is(self, slot, flag::BACKUP_LOCK)).collect();
+        for &slot in slots {
+            self.nodes[slot as usize].flags &= !(flag::VICTIM | flag::BACKUP_LOCK);
         }
-        victim
+        self.shift_path_locks(&locked, false);
+        victims
     }
 
     fn backup(&self, ack: Ack) -> Result<&PendingBackup> {
@@ -338,6 +368,46 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_is_published_after_the_one_above_whatever_the_order_of_acks() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        let first = tree.begin_backup(&[a], &[0, 1]).unwrap();
+        let second = tree.begin_backup(&[b], &[2, 3]).unwrap();
+        let args = crate::InsertHostArgs {
+            anchor: b,
+            tokens: crate::Tokens::U32(&[4, 5]),
+            host_pages: &[4, 5],
+            hashes: None,
+            namespace: crate::Namespace::default(),
+        };
+        let c = tree.insert_host(args).unwrap().node;
+        assert_eq!(tree.finish_backup(second).unwrap().nodes, []);
+        assert_eq!(tree.node_info(c).unwrap().pending, Some(first));
+        assert_eq!((tree.host_tokens(), tree.pending_host_tokens()), (0, 6));
+        assert!(tree.evict_host(6).is_empty());
+        assert_eq!(tree.get(&keys(0..6)).host_hit_length, 2); // its bytes are there
+        tree.sound();
+        assert_eq!(tree.finish_backup(first).unwrap().nodes, [a, b, c]);
+        assert_eq!((tree.host_tokens(), tree.pending_host_tokens(), tree.protected_tokens()), (6, 0, 0));
+        tree.sound();
+    }
+
+    #[test]
+    fn locks_of_many_nodes_on_one_path_add_up() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let chain: Vec<_> = (1..=20).map(|end| tree.put(&keys(0..end), 0).node).collect();
+        let before = tree.digest();
+        let ack = tree.begin_backup(&chain, &keys(0..20)).unwrap();
+        let counts: Vec<u32> = chain.iter().map(|&id| tree.node_info(id).unwrap().lock_ref).collect();
+        assert_eq!(counts, (1..=20).rev().collect::<Vec<u32>>());
+        tree.sound();
+        tree.cancel_backup(ack).unwrap();
+        assert_eq!((tree.digest(), tree.protected_tokens()), (before, 0));
+        tree.sound();
+    }
+
+    #[test]
     fn a_cancelled_copy_takes_the_copies_below_along() {
         let mut tree = tree(1, Some(WritePolicy::WriteThrough));
         let a = tree.put(&keys(0..2), 0).node;
@@ -396,7 +466,7 @@ mod tests {
         let b = tree.put(&keys(0..4), 0).node;
         let before = tree.digest();
         let argument = |result: Result<Ack>| matches!(result, Err(Error::Argument(_)));
-        assert!(argument(tree.begin_backup(&[b], &[0, 1]))); // a gap above
+        assert!(matches!(tree.begin_backup(&[b], &[0, 1]), Err(Error::Lock(_)))); // a gap above
         assert!(argument(tree.begin_backup(&[a, a], &[0, 1, 2, 3])));
         assert!(argument(tree.begin_backup(&[a], &[0])));
         assert!(argument(tree.begin_backup(&[tree.root()], &[])));

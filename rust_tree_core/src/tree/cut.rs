@@ -52,8 +52,10 @@ impl Tree {
         let (on_device, backed) = (lower.on_device(), lower.backed());
         let (last, created, hits, priority) = (lower.last, lower.created, lower.hits, lower.priority);
         let (history, pins, hold, ack) = (lower.history, lower.pins, lower.hold, lower.ack);
+        let hold_locks = lower.hold_locks;
         // The backup's lock is counted on the path of the old id, which both parts stand on.
-        let flags = lower.flags & (flag::PENDING | flag::VICTIM | flag::DIGESTS_GIVEN);
+        let flags = lower.flags
+            & (flag::PENDING | flag::VICTIM | flag::DIGESTS_GIVEN | flag::WAITS | flag::UNDER_HOLDS);
 
         let seed = self.namespaces.seed(namespace);
         let start = lower_start - at;
@@ -82,6 +84,8 @@ impl Tree {
         node.history = history;
         node.pins = pins;
         node.hold = hold;
+        node.hold_locks = hold_locks;
+        node.held_children = u32::from(hold != 0);
         node.ack = ack;
         node.flags = flags;
         node.device_children = u32::from(on_device);

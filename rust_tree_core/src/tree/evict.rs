@@ -1,7 +1,7 @@
 //! Making room on device and on host: which nodes go, in one plan a call.
 
-use super::Tree;
-use super::node::{Slot, flag};
+use super::node::{NONE, Pages, Slot, flag};
+use super::{Tree, digest};
 use crate::NodeId;
 use crate::error::{Error, Result, bad_argument, bad_lock};
 use crate::events::Tier;
@@ -56,11 +56,8 @@ impl Tree {
                 skipped.push(slot);
                 continue;
             }
-            if pages > needed {
-                self.cut(slot, (pages - needed) as u32);
-            }
-            needed -= pages.min(needed);
-            self.drop_subtree(slot, &mut out);
+            self.drop_subtree(slot, pages.saturating_sub(needed) as u32, &mut out);
+            needed = needed.saturating_sub(pages);
         }
         for slot in skipped {
             self.refresh(slot);
@@ -70,12 +67,13 @@ impl Tree {
 
     /// Gives up nodes that `evict` named for write-back: they are deleted, unless somebody uses them by now.
     pub fn drop_nodes(&mut self, nodes: &[NodeId]) -> Result<Evicted> {
-        for (at, &id) in nodes.iter().enumerate() {
+        let mut listed = std::collections::HashSet::new();
+        for &id in nodes {
             let node = &self.nodes[self.slot(id)? as usize];
             if node.hold != id || id == 0 {
                 return Err(bad_lock!("node {id} is not held for write-back"));
             }
-            if nodes[..at].contains(&id) {
+            if !listed.insert(id) {
                 return Err(bad_argument!("nodes names node {id} twice"));
             }
         }
@@ -86,7 +84,7 @@ impl Tree {
             let parts = self.release_hold(slot);
             for part in parts {
                 if self.nodes[part as usize].is_device_leaf() && self.may_drop(part) {
-                    self.drop_subtree(part, &mut out);
+                    self.drop_subtree(part, 0, &mut out);
                 }
             }
         }
@@ -106,7 +104,8 @@ impl Tree {
             let pages = self.nodes[slot as usize].len as usize;
             let needed = num_pages - freed.len();
             if group == 3 && pages > needed {
-                self.cut(slot, (pages - needed) as u32);
+                self.trim(slot, (pages - needed) as u32, Tier::Host, &mut freed);
+                continue;
             }
             self.emit_removed(slot, Tier::Host);
             freed.extend_from_slice(&self.take_host_value(slot));
@@ -138,15 +137,46 @@ impl Tree {
     /// Names a victim for write-back and locks it until that begins.
     fn hold(&mut self, slot: Slot, out: &mut Evicted) {
         let id = self.nodes[slot as usize].id;
-        self.edit(slot, |node| node.hold = id);
+        self.shift_hold_locks(slot, true);
         self.lock_path(slot);
+        self.set_hold(slot, id);
         out.write_back_nodes.push(id);
+    }
+
+    /// Puts a node under a hold, or (0) takes it out of one.
+    pub(super) fn set_hold(&mut self, slot: Slot, hold: NodeId) {
+        let before = self.edit(slot, |node| std::mem::replace(&mut node.hold, hold));
+        let parent = self.nodes[slot as usize].parent;
+        if (before != 0) != (hold != 0) {
+            let held = &mut self.nodes[parent as usize].held_children;
+            *held = if hold == 0 { *held - 1 } else { *held + 1 };
+        }
+        self.refresh(slot);
+        self.refresh(parent);
+    }
+
+    /// Counts one hold's lock more or less on a node and everything above it.
+    pub(super) fn shift_hold_locks(&mut self, from: Slot, more: bool) {
+        let mut slot = from;
+        while slot != self.root {
+            let node = &mut self.nodes[slot as usize];
+            node.hold_locks = if more { node.hold_locks + 1 } else { node.hold_locks - 1 };
+            let parent = node.parent;
+            if node.hold_locks == 0 {
+                node.flags &= !flag::UNDER_HOLDS;
+            } else {
+                node.flags |= flag::UNDER_HOLDS;
+            }
+            self.refresh(slot);
+            slot = parent;
+        }
     }
 
     /// Ends a hold: gives its lock back and returns the parts it covered, deepest first.
     pub(super) fn release_hold(&mut self, slot: Slot) -> Vec<Slot> {
         let parts = self.clear_hold(slot);
         self.unlock_path(slot);
+        self.shift_hold_locks(slot, false);
         parts
     }
 
@@ -157,7 +187,7 @@ impl Tree {
         let parts: Vec<Slot> =
             self.ancestors(slot).filter(|&part| self.nodes[part as usize].hold == hold).collect();
         for &part in &parts {
-            self.edit(part, |node| node.hold = 0);
+            self.set_hold(part, 0);
         }
         parts
     }
@@ -165,7 +195,7 @@ impl Tree {
     /// True if a device leaf without host copy may leave the tree with all that hangs below it.
     fn may_drop(&self, slot: Slot) -> bool {
         let node = &self.nodes[slot as usize];
-        if node.backed() || node.pins > 0 || node.host_locked() {
+        if node.backed() || node.pins > 0 || node.host_locked() || node.device_children > 0 {
             return false;
         }
         let mut below: Vec<Slot> = self.children(slot).collect();
@@ -179,24 +209,87 @@ impl Tree {
         true
     }
 
-    /// Deletes a device leaf without host copy, and what only the host holds below it.
-    fn drop_subtree(&mut self, slot: Slot, out: &mut Evicted) {
-        self.emit_removed(slot, Tier::Device);
-        let pages = self.take_value(slot);
-        out.device_pages.extend_from_slice(&pages);
-        out.dropped_tokens += self.in_tokens(pages.len() as u64);
-        if self.nodes[slot as usize].first_child != super::NONE {
+    /// Deletes a device leaf without host copy but for its first `keep` pages, and what only the host holds below it.
+    fn drop_subtree(&mut self, slot: Slot, keep: u32, out: &mut Evicted) {
+        let lost = self.nodes[slot as usize].len - keep;
+        out.dropped_tokens += self.in_tokens(u64::from(lost));
+        if keep == 0 {
+            self.emit_removed(slot, Tier::Device);
+            out.device_pages.extend_from_slice(&self.take_value(slot));
+        }
+        let below = if self.nodes[slot as usize].first_child == NONE {
+            Vec::new()
+        } else {
             let mut below = self.descendants(slot);
             below.sort_by_key(|&slot| {
                 let node = &self.nodes[slot as usize];
                 (std::cmp::Reverse(node.start), node.id)
             });
-            for slot in below {
-                out.dropped_tokens += self.in_tokens(u64::from(self.nodes[slot as usize].len));
-                self.drop_host_only(slot, &mut out.host_pages);
-            }
+            below
+        };
+        if keep > 0 && below.is_empty() {
+            return self.trim(slot, keep, Tier::Device, &mut out.device_pages);
         }
-        self.remove(slot);
+        if keep > 0 {
+            self.emit_removed_tail(slot, keep, Tier::Device);
+        }
+        for slot in below {
+            out.dropped_tokens += self.in_tokens(u64::from(self.nodes[slot as usize].len));
+            self.drop_host_only(slot, &mut out.host_pages);
+        }
+        if keep == 0 {
+            self.remove(slot);
+        } else {
+            self.trim_quietly(slot, keep, Tier::Device, &mut out.device_pages);
+        }
+    }
+
+    /// Deletes the tail of a childless node that only one tier holds. The old id goes with the tail, as it does in a
+    /// cut; what stays has a new one.
+    fn trim(&mut self, slot: Slot, keep: u32, tier: Tier, freed: &mut Vec<u32>) {
+        self.emit_removed_tail(slot, keep, tier);
+        self.trim_quietly(slot, keep, tier, freed);
+    }
+
+    fn trim_quietly(&mut self, slot: Slot, keep: u32, tier: Tier, freed: &mut Vec<u32>) {
+        self.leave_orders(slot);
+        let shape = self.shape;
+        let id = self.next_id;
+        self.next_id += 1;
+        let node = &mut self.nodes[slot as usize];
+        debug_assert!(0 < keep && keep < node.len && node.first_child == NONE && !node.locked());
+        self.digest = self.digest.wrapping_sub(node.contribution());
+        self.slots.remove(&std::mem::replace(&mut node.id, id));
+        self.slots.insert(id, slot);
+        let (at, lost) = (keep as usize, u64::from(node.len - keep));
+        let tail = digest::content(&node.tokens[at * shape.page..], shape, node.start + keep);
+        node.content = node.content.wrapping_sub(tail);
+        let seed = self.namespaces.seed(node.namespace);
+        node.weight = digest::weight(node.content, node.start, seed.as_ref());
+        // Shrinking in place: a node that is emptied page by page is not copied each time.
+        let mut tokens = std::mem::take(&mut node.tokens).into_vec();
+        tokens.truncate(at * shape.page + shape.extra);
+        node.tokens = tokens.into_boxed_slice();
+        node.digests = node.digests.take().map(|digests| {
+            let mut digests = digests.into_vec();
+            digests.truncate(at);
+            digests.into_boxed_slice()
+        });
+        let state = node.full_mut();
+        let value = if tier == Tier::Device { &mut state.value } else { &mut state.host_value };
+        if let Some(pages) = value.take() {
+            freed.extend_from_slice(&pages[at..]);
+            *value = Some(Pages::from(&pages[..at]));
+        }
+        node.len = keep;
+        let pinned = node.pins > 0;
+        self.digest = self.digest.wrapping_add(node.contribution());
+        match tier {
+            Tier::Device => self.sizes.device -= lost,
+            Tier::Host => self.sizes.host -= lost,
+        }
+        debug_assert!(!pinned, "what is pinned is not trimmed");
+        self.refresh(slot);
     }
 
     /// Deletes a childless node that only the host holds.
@@ -278,6 +371,73 @@ mod tests {
         assert_eq!((out.device_pages, out.demoted_nodes.len(), out.dropped_tokens), (vec![0, 1], 0, 8));
         assert_eq!((tree.get(&keys(0..8)).device_length, tree.len()), (0, 0));
         tree.sound();
+    }
+
+    #[test]
+    fn one_call_plans_a_whole_chain_for_write_back() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let chain: Vec<_> = [2, 4, 6].map(|end| tree.put(&leaf(0, end), 0).node).into();
+        let other = tree.put(&leaf(50, 2), 20).node;
+        let mut lock = tree.inc_lock_ref(other).unwrap();
+        let mut planned = tree.evict(6, None).write_back_nodes;
+        assert_eq!(planned, [chain[2], chain[1], chain[0]]);
+        tree.sound();
+        let plan = tree.plan_backup(&planned);
+        planned.reverse();
+        assert_eq!((plan.nodes.clone(), plan.pages), (planned, 6));
+        let ack = tree.begin_backup(&plan.nodes, &leaf(0, 6)).unwrap();
+        assert_eq!(tree.finish_backup(ack).unwrap().device_pages, [4, 5, 2, 3, 0, 1]);
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!((tree.device_tokens(), tree.host_tokens(), tree.protected_tokens()), (2, 6, 0));
+        tree.sound();
+    }
+
+    #[test]
+    fn what_others_lock_or_use_ends_the_plan_of_a_chain() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let upper = tree.put(&leaf(0, 2), 0).node;
+        let lower = tree.put(&leaf(0, 4), 0).node;
+        let mut lock = tree.inc_lock_ref(upper).unwrap();
+        assert_eq!(tree.evict(4, None).write_back_nodes, [lower]);
+        tree.sound();
+        tree.dec_lock_ref(&mut lock).unwrap();
+        tree.sound();
+        let mut key = leaf(0, 2);
+        key.push(9);
+        let sibling = tree.put(&key, 30).node;
+        assert_eq!(tree.evict(1, None).write_back_nodes, [sibling]);
+        assert_eq!(tree.evict(1, None).write_back_nodes, [upper]);
+        tree.sound();
+        // Given up from below, each is a leaf when its turn comes.
+        assert_eq!(tree.drop_nodes(&[sibling, lower, upper]).unwrap().dropped_tokens, 5);
+        assert!(tree.is_empty());
+        tree.sound();
+    }
+
+    #[test]
+    fn what_is_pinned_keeps_its_host_copy() {
+        let mut tree = tree(1, Some(WritePolicy::WriteBack));
+        let node = tree.put(&leaf(0, 2), 0).node;
+        tree.backed_up(&[node], 0);
+        let pin = tree.pin(node, None).unwrap();
+        assert!(tree.evict_host(2).is_empty());
+        tree.unpin(pin).unwrap();
+        assert_eq!(tree.evict_host(2).len(), 2);
+    }
+
+    #[test]
+    fn a_node_emptied_from_its_tail_is_as_if_it_had_been_shorter() {
+        let (mut trimmed, mut fresh) = (tree(2, None), tree(2, None));
+        let node = trimmed.put(&keys(0..40), 0).node;
+        trimmed.page_hashes(node).unwrap();
+        for _ in 0..15 {
+            assert_eq!(trimmed.evict(1, None).device_pages.len(), 1);
+            trimmed.sound();
+        }
+        fresh.put(&keys(0..10), 0);
+        assert_eq!((trimmed.digest(), trimmed.len()), (fresh.digest(), 1));
+        assert_eq!(trimmed.get(&keys(0..40)).device_pages(), [0, 1, 2, 3, 4]);
+        assert_eq!(trimmed.page_hash_count(), 20);
     }
 
     #[test]

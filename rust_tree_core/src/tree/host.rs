@@ -18,7 +18,7 @@ pub struct InsertHostArgs<'a> {
     pub tokens: Tokens<'a>,
     /// A host page for each whole page of the key, filled already.
     pub host_pages: &'a [u32],
-    /// Digests of these pages, if known: they are not computed again.
+    /// Digests of these pages, if known: those of the node made are not computed again.
     pub hashes: Option<&'a [Digest]>,
     /// Needed at the root; elsewhere it is the anchor's, and must equal that if it is given.
     pub namespace: Namespace<'a>,
@@ -93,18 +93,17 @@ impl Tree {
         for &slot in &*path {
             let pages = page..page + self.nodes[slot as usize].len as usize;
             page = pages.end;
-            let theirs = &args.host_pages[pages.clone()];
-            if let Some(hashes) = args.hashes {
-                self.give_digests(slot, &hashes[pages]);
-            }
+            let theirs = &args.host_pages[pages];
             if self.nodes[slot as usize].backed() {
                 out.duplicate_host_pages.extend_from_slice(theirs);
                 continue;
             }
             out.inserted_pages += theirs.len();
-            self.set_host_value(slot, Pages::from(theirs), None);
+            let published = self.set_host_value(slot, Pages::from(theirs), None);
             self.end_hold(slot);
-            self.emit_stored(slot, Tier::Host);
+            if published {
+                self.emit_stored(slot, Tier::Host);
+            }
         }
         if anchor != self.root {
             self.stamp(&[anchor]);
@@ -124,11 +123,14 @@ impl Tree {
             let slot = self.add_child(parent, namespace, tokens, self.clock);
             self.edit(slot, |node| node.priority = priority);
             if let Some(hashes) = args.hashes {
-                self.give_digests(slot, &hashes[page..]);
+                let node = &mut self.nodes[slot as usize];
+                node.digests = Some(hashes[page..].into());
+                node.flags |= flag::DIGESTS_GIVEN;
             }
             out.inserted_pages += total - page;
-            self.set_host_value(slot, Pages::from(&args.host_pages[page..]), None);
-            self.emit_stored(slot, Tier::Host);
+            if self.set_host_value(slot, Pages::from(&args.host_pages[page..]), None) {
+                self.emit_stored(slot, Tier::Host);
+            }
             path.push(slot);
         }
         out.node = self.nodes[path.last().copied().unwrap_or(anchor) as usize].id;
@@ -207,15 +209,6 @@ impl Tree {
         Ok(())
     }
 
-    /// Takes a caller's digests where none were computed.
-    fn give_digests(&mut self, slot: Slot, digests: &[Digest]) {
-        let node = &mut self.nodes[slot as usize];
-        if node.digests.is_none() {
-            node.digests = Some(digests.into());
-            node.flags |= flag::DIGESTS_GIVEN;
-        }
-    }
-
     /// A held node has got a host copy by another way: the hold has nothing left to wait for.
     fn end_hold(&mut self, slot: Slot) {
         let node = &self.nodes[slot as usize];
@@ -225,7 +218,7 @@ impl Tree {
         if node.hold == node.id {
             self.release_hold(slot);
         } else {
-            self.edit(slot, |node| node.hold = 0);
+            self.set_hold(slot, 0);
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Insert: what a request has computed becomes part of the tree.
 
-use super::Tree;
 use super::node::{Pages, Slot};
 use super::walk::{PageRuns, WalkEnd};
+use super::{Ack, Tree};
 use crate::NodeId;
 use crate::error::{Result, bad_argument};
 use crate::events::Tier;
@@ -54,6 +54,8 @@ pub struct Inserted {
     pub node: NodeId,
     /// What the write policy wants on host now, ancestors first.
     pub backup_nodes: Vec<NodeId>,
+    /// The youngest load-back that a part of these pages waits for.
+    pub pending_ack: Option<Ack>,
     /// The tree's own pages for the whole key.
     pub device: PageRuns,
 }
@@ -151,6 +153,7 @@ impl Tree {
             duplicate_pages,
             node: self.nodes[path.last().copied().unwrap_or(self.root) as usize].id,
             backup_nodes,
+            pending_ack: self.youngest_load(path),
             device,
         })
     }

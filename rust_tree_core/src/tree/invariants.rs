@@ -99,7 +99,11 @@ impl Tree {
         require(below_root || !node.on_device() || parent.on_device(), "is on device below an evicted node")?;
         if self.is_gap_free() {
             require(below_root || !node.backed() || parent.backed(), "has a host copy below a gap")?;
+            let above_published = below_root || parent.published();
+            require(!node.published() || above_published, "is published below a copy that is not")?;
+            require(!node.has(flag::WAITS) || !above_published, "waits for nothing")?;
         }
+        require(!node.has(flag::WAITS) || node.backed(), "waits without a host copy")?;
         require(self.has_host() || !node.backed(), "has a host copy, but there is no host tier")?;
         let count = |is: fn(&Node) -> bool| {
             self.children(slot).filter(|&child| is(&self.nodes[child as usize])).count()
@@ -121,8 +125,12 @@ impl Tree {
             !backup || (node.on_device() && node.backed() && node.locked()),
             "pending backup, not locked",
         )?;
-        require(!load || (node.on_device() && node.published()), "pending load-back without both copies")?;
+        require(!load || (node.on_device() && node.backed()), "pending load-back without both copies")?;
         require(!load || (node.locked() && node.host_locked()), "pending load-back, not locked")?;
+        let held = self.children(slot).filter(|&child| self.nodes[child as usize].held()).count();
+        require(node.held_children as usize == held, "held_children is wrong")?;
+        require(node.has(flag::UNDER_HOLDS) == (node.hold_locks > 0), "its mark of holds is wrong")?;
+        require(node.hold_locks <= node.full().lock_ref, "has more holds than locks")?;
         require(
             !node.held() || (node.on_device() && !node.backed() && node.locked()),
             "held, but not to be",
@@ -202,7 +210,9 @@ impl Tree {
             let node = &self.nodes[slot as usize];
             let stale =
                 |order: &str| violated(format!("node {}: its place in the {order} order is stale", node.id));
-            let key = node.is_device_leaf().then(|| self.policy.key(&node.access(self.shape.page)));
+            let key = node
+                .may_be_victim(self.is_write_back())
+                .then(|| self.policy.key(&node.access(self.shape.page)));
             let stands = node.has(flag::IN_DEVICE_ORDER).then_some(node.device_key);
             if key != stands {
                 return Err(stale("device"));
@@ -225,8 +235,21 @@ impl Tree {
         Ok(())
     }
 
-    /// What copies, plans and pins list lives and is marked.
+    /// What copies, plans and pins list lives and is marked; holds are counted where they lock.
     fn check_copies(&self) -> Result<()> {
+        let mut holds: HashMap<Slot, u32> = HashMap::new();
+        for slot in self.live_slots() {
+            let node = &self.nodes[slot as usize];
+            if node.held() && node.hold == node.id {
+                for above in self.ancestors(slot) {
+                    *holds.entry(above).or_default() += 1;
+                }
+            }
+        }
+        for slot in self.live_slots() {
+            let counted = holds.get(&slot).copied().unwrap_or(0);
+            equal("holds of a path", &self.nodes[slot as usize].hold_locks, &counted)?;
+        }
         let marked = |ids: &[u64], flags: u32, serial: u64| {
             ids.iter().all(|id| {
                 self.slots.get(id).is_some_and(|&slot| {

@@ -14,6 +14,7 @@ pub struct LoadBackPlan {
     serial: u64,
     nodes: Vec<NodeId>,
     host_pages: Vec<u32>,
+    pending_ack: Option<Ack>,
     used: bool,
 }
 
@@ -26,6 +27,11 @@ impl LoadBackPlan {
     /// Device pages it takes.
     pub fn pages(&self) -> usize {
         self.host_pages.len()
+    }
+
+    /// The youngest load-back, begun by others, that the part of the path on device waits for.
+    pub fn pending_ack(&self) -> Option<Ack> {
+        self.pending_ack
     }
 
     /// The pages to copy, in the order of the path.
@@ -65,10 +71,12 @@ impl Tree {
             host_pages.extend_from_slice(self.nodes[slot as usize].host_pages());
             self.host_lock(slot);
         }
+        let path: Vec<Slot> = self.ancestors(slot).collect();
+        let pending_ack = self.youngest_load(&path);
         self.lock_path(slot);
         let serial = self.serial();
         self.plans.insert(serial, PendingPlan { target: node, nodes: nodes.clone() });
-        Ok(LoadBackPlan { origin: self.origin, serial, nodes, host_pages, used: false })
+        Ok(LoadBackPlan { origin: self.origin, serial, nodes, host_pages, pending_ack, used: false })
     }
 
     /// Gives the locks of a plan back.
@@ -155,6 +163,13 @@ impl Tree {
         }
         self.unmark_load(&pending);
         Ok(taken.iter().rev().flat_map(|pages| pages.iter().copied()).collect())
+    }
+
+    /// The youngest pending load-back among these nodes.
+    pub(super) fn youngest_load(&self, slots: &[Slot]) -> Option<Ack> {
+        let waiting = slots.iter().map(|&slot| &self.nodes[slot as usize]);
+        let serial = waiting.filter(|node| node.has(flag::PENDING_LOAD)).map(|node| node.ack).max()?;
+        Some(Ack { origin: self.origin, serial, kind: AckKind::LoadBack })
     }
 
     fn check_plan(&self, plan: &LoadBackPlan) -> Result<()> {

@@ -1,6 +1,9 @@
 //! Locks keep pages in their tier: device locks hold the whole path, host locks hold one node.
 
-use super::node::Slot;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use super::node::{Slot, flag};
 use super::{Origin, Tree, digest};
 use crate::NodeId;
 use crate::error::{Result, bad_lock};
@@ -115,8 +118,8 @@ impl Tree {
             let first = state.lock_ref == 1;
             weights = weights.wrapping_add(node.weight);
             let parent = node.parent;
-            if first {
-                self.lock_changed(slot, true);
+            if first || node.has(flag::UNDER_HOLDS) {
+                self.lock_changed(slot, first, true);
             }
             slot = parent;
         }
@@ -134,25 +137,58 @@ impl Tree {
             let last = state.lock_ref == 0;
             weights = weights.wrapping_add(node.weight);
             let parent = node.parent;
-            if last {
-                self.lock_changed(slot, false);
+            if last || node.has(flag::UNDER_HOLDS) {
+                self.lock_changed(slot, last, false);
             }
             slot = parent;
         }
         self.digest = self.digest.wrapping_sub(digest::lock_delta(weights));
     }
 
-    /// A node's first lock came or its last one went.
+    /// Locks or unlocks the paths of many nodes. Each node above them is visited once, however many stand on one
+    /// path.
+    pub(super) fn shift_path_locks(&mut self, slots: &[Slot], lock: bool) {
+        if let [slot] = slots {
+            return if lock { self.lock_path(*slot) } else { self.unlock_path(*slot) };
+        }
+        // Deepest first: when a node's turn comes, all that is counted below it has been handed up.
+        let mut counts: BTreeMap<(Reverse<u32>, Slot), u32> = BTreeMap::new();
+        for &slot in slots {
+            *counts.entry((Reverse(self.nodes[slot as usize].start), slot)).or_default() += 1;
+        }
+        let mut weights = 0_u64;
+        while let Some(((_, slot), count)) = counts.pop_first() {
+            if slot == self.root {
+                continue;
+            }
+            let node = &mut self.nodes[slot as usize];
+            let state = node.full_mut();
+            let before = state.lock_ref;
+            state.lock_ref = if lock { before + count } else { before - count };
+            let edge = before == 0 || state.lock_ref == 0;
+            weights = weights.wrapping_add(node.weight.wrapping_mul(u64::from(count)));
+            let parent = node.parent;
+            if edge || node.has(flag::UNDER_HOLDS) {
+                self.lock_changed(slot, edge, lock);
+            }
+            *counts.entry((Reverse(self.nodes[parent as usize].start), parent)).or_default() += count;
+        }
+        let delta = digest::lock_delta(weights);
+        self.digest = if lock { self.digest.wrapping_add(delta) } else { self.digest.wrapping_sub(delta) };
+    }
+
+    /// A node's locks have changed; at an `edge` its first one came or its last one went.
     #[inline]
-    fn lock_changed(&mut self, slot: Slot, locked: bool) {
+    fn lock_changed(&mut self, slot: Slot, edge: bool, locked: bool) {
         let node = &self.nodes[slot as usize];
-        if node.on_device() {
+        if edge && node.on_device() {
             let pages = u64::from(node.len);
             self.sizes.protected =
                 if locked { self.sizes.protected + pages } else { self.sizes.protected - pages };
         }
-        // A node with children on device is neither kind of leaf, whatever its locks: its places stay.
-        if node.device_children == 0 {
+        // A node with children on device is neither kind of leaf, whatever its locks: its places stay. But where
+        // these children are held, it matters who else locks it.
+        if node.device_children == 0 || node.has(flag::UNDER_HOLDS) {
             self.refresh(slot);
         }
     }

@@ -102,7 +102,8 @@ pub struct NodeInfo {
     pub lock_ref: u32,
     /// Host locks.
     pub host_lock_ref: u32,
-    /// The ack that a copy from or to this node waits for.
+    /// The ack that a copy from or to this node waits for; for a host copy that is complete but not published, that
+    /// of the backup above it.
     pub pending: Option<Ack>,
     /// Named for write-back, which has not begun.
     pub held: bool,
@@ -307,12 +308,20 @@ impl Tree {
 
     /// What is known of a node.
     pub fn node_info(&self, id: NodeId) -> Result<NodeInfo> {
-        let node = &self.nodes[self.slot(id)? as usize];
-        let pending = node.has(flag::PENDING).then(|| Ack {
-            origin: self.origin,
-            serial: node.ack,
-            kind: if node.has(flag::PENDING_BACKUP) { AckKind::Backup } else { AckKind::LoadBack },
-        });
+        let slot = self.slot(id)?;
+        let node = &self.nodes[slot as usize];
+        let ack = |node: &Node| {
+            let kind = if node.has(flag::PENDING_BACKUP) { AckKind::Backup } else { AckKind::LoadBack };
+            Ack { origin: self.origin, serial: node.ack, kind }
+        };
+        let pending = if node.has(flag::PENDING) {
+            Some(ack(node))
+        } else if node.has(flag::WAITS) {
+            let above = self.ancestors(slot).map(|above| &self.nodes[above as usize]);
+            above.filter(|node| node.has(flag::PENDING_BACKUP)).map(ack).next()
+        } else {
+            None
+        };
         Ok(NodeInfo {
             id,
             pages: node.len as usize,
@@ -446,9 +455,11 @@ impl Tree {
     fn allocate(&mut self) -> Slot {
         let id = self.next_id;
         self.next_id += 1;
-        let node = Node::blank(id);
+        let mut node = Node::blank(id);
         let slot = if let Some(slot) = self.free.pop() {
-            self.nodes[slot as usize] = node;
+            let place = &mut self.nodes[slot as usize];
+            node.flags = place.flags & flag::HOST_DIRTY;
+            *place = node;
             slot
         } else {
             assert!(self.nodes.len() < NONE as usize, "more nodes than the arena can name");
@@ -588,33 +599,44 @@ impl Tree {
         pages
     }
 
-    /// Gives a node host pages: at once, or pending under the ack with this serial.
-    fn set_host_value(&mut self, slot: Slot, pages: Pages, ack: Option<u64>) {
+    /// True if a complete host copy of this node may be published: under the write-through policies only below
+    /// one that is, so that published host content has no gaps and events name parents first.
+    fn may_publish(&self, slot: Slot) -> bool {
+        let parent = self.nodes[slot as usize].parent;
+        !self.is_gap_free() || parent == self.root || self.nodes[parent as usize].published()
+    }
+
+    /// Gives a node host pages: complete, or pending under the ack with this serial. True if they are published.
+    fn set_host_value(&mut self, slot: Slot, pages: Pages, ack: Option<u64>) -> bool {
         let count = pages.len() as u64;
         debug_assert_eq!(count, u64::from(self.nodes[slot as usize].len));
+        let publish = ack.is_none() && self.may_publish(slot);
         self.edit(slot, |node| {
             node.full_mut().host_value = Some(pages);
             if let Some(serial) = ack {
                 node.flags |= flag::PENDING_BACKUP;
                 node.ack = serial;
+            } else if !publish {
+                node.flags |= flag::WAITS;
             }
         });
-        if ack.is_some() {
-            self.sizes.pending_host += count;
-        } else {
+        if publish {
             self.sizes.host += count;
+        } else {
+            self.sizes.pending_host += count;
         }
         let parent = self.nodes[slot as usize].parent;
         self.nodes[parent as usize].host_children += 1;
         self.refresh(slot);
         self.refresh(parent);
+        publish
     }
 
     /// Takes a node's host pages away, published or pending.
     fn take_host_value(&mut self, slot: Slot) -> Pages {
-        let pending = self.nodes[slot as usize].has(flag::PENDING_BACKUP);
+        let pending = self.nodes[slot as usize].has(flag::UNPUBLISHED);
         let pages = self.edit(slot, |node| {
-            node.flags &= !flag::PENDING_BACKUP;
+            node.flags &= !flag::UNPUBLISHED;
             node.full_mut().host_value.take()
         });
         let pages = pages.expect("node is backed");
@@ -639,8 +661,9 @@ impl Tree {
         if slot == self.root {
             return;
         }
+        let write_back = self.is_write_back();
         let node = &mut self.nodes[slot as usize];
-        let wanted = node.is_device_leaf().then(|| self.policy.key(&node.access(self.shape.page)));
+        let wanted = node.may_be_victim(write_back).then(|| self.policy.key(&node.access(self.shape.page)));
         let stands = node.has(flag::IN_DEVICE_ORDER).then_some(node.device_key);
         if wanted != stands {
             if let Some(key) = stands {
@@ -669,7 +692,7 @@ impl Tree {
 
     /// Where a node stands among the candidates for host eviction, if it is one.
     fn host_rank(&self, node: &Node) -> Option<HostRank> {
-        if !node.backed() || node.has(flag::PENDING) || node.host_locked() {
+        if !node.published() || node.has(flag::PENDING_LOAD) || node.host_locked() || node.pins > 0 {
             return None;
         }
         let group = if node.on_device() {
@@ -678,7 +701,7 @@ impl Tree {
             }
             if node.is_device_leaf() { 2 } else { 1 }
         } else {
-            if node.locked() || node.first_child != NONE || node.pins > 0 {
+            if node.locked() || node.first_child != NONE {
                 return None;
             }
             3
@@ -690,9 +713,6 @@ impl Tree {
     fn settle_host_order(&mut self) {
         while let Some(slot) = self.host_dirty.pop() {
             let node = &self.nodes[slot as usize];
-            if !node.has(flag::HOST_DIRTY) {
-                continue; // the place was given to another node, or is empty
-            }
             let wanted = self.host_rank(node);
             let node = &mut self.nodes[slot as usize];
             node.flags &= !flag::HOST_DIRTY;

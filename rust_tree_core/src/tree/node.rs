@@ -66,9 +66,14 @@ pub(crate) mod flag {
     pub const BACKUP_LOCK: u32 = 1 << 6;
     /// The digests came from a caller, who vouches for them.
     pub const DIGESTS_GIVEN: u32 = 1 << 7;
+    /// The host copy is complete, but that of the parent is not published yet.
+    pub const WAITS: u32 = 1 << 8;
+    /// `hold_locks` is not zero.
+    pub const UNDER_HOLDS: u32 = 1 << 9;
 
     pub const ORDERED: u32 = IN_DEVICE_ORDER | IN_HOST_ORDER;
     pub const PENDING: u32 = PENDING_BACKUP | PENDING_LOAD;
+    pub const UNPUBLISHED: u32 = PENDING_BACKUP | WAITS;
 }
 
 /// Rank among the candidates for host eviction: group, then policy key.
@@ -110,6 +115,10 @@ pub(crate) struct Node {
     pub pins: u32,
     /// Id of the node whose hold (a planned write-back) covers this one; 0 (the first root) for none.
     pub hold: NodeId,
+    /// Holds whose lock is counted on this node: its own, and those of nodes below.
+    pub hold_locks: u32,
+    /// Children that are held.
+    pub held_children: u32,
     /// Serial of the pending ack, if a pending flag is set.
     pub ack: u64,
     /// A digest a page, once computed or given.
@@ -147,6 +156,8 @@ impl Node {
             history: 0,
             pins: 0,
             hold: 0,
+            hold_locks: 0,
+            held_children: 0,
             ack: 0,
             digests: None,
             device_key: Key(0, 0),
@@ -160,7 +171,7 @@ impl Node {
     /// Leaves an empty place: gives the memory back; whoever takes the place makes a blank node of it.
     pub fn bury(&mut self) {
         self.id = DEAD;
-        self.flags = 0;
+        self.flags &= flag::HOST_DIRTY; // a place is listed at most once, whoever lives there
         self.tokens = Box::default();
         self.digests = None;
         for component in &mut self.components {
@@ -191,9 +202,9 @@ impl Node {
         self.components.iter().all(|component| component.host_value.is_some())
     }
 
-    /// Backed, and the copy is complete.
+    /// Backed, the copy complete, and under the write-through policies so are those above.
     pub fn published(&self) -> bool {
-        self.backed() && !self.has(flag::PENDING_BACKUP)
+        self.backed() && !self.has(flag::UNPUBLISHED)
     }
 
     #[inline]
@@ -217,6 +228,20 @@ impl Node {
     /// On device, unlocked, and nothing below it on device (the root never is).
     pub fn is_device_leaf(&self) -> bool {
         self.on_device() && !self.locked() && self.device_children == 0
+    }
+
+    /// Stands in the order of device victims.
+    pub fn may_be_victim(&self, write_back: bool) -> bool {
+        self.is_device_leaf() || (write_back && !self.backed() && self.is_leaf_but_for_holds())
+    }
+
+    /// Will be a leaf once what is held below it has gone: all its device children are held, and only holds lock it.
+    pub fn is_leaf_but_for_holds(&self) -> bool {
+        self.has(flag::UNDER_HOLDS)
+            && self.on_device()
+            && !self.held()
+            && self.held_children == self.device_children
+            && self.full().lock_ref == self.hold_locks
     }
 
     /// Pages from the root to this node's end.

@@ -7,6 +7,7 @@ use std::fmt::Debug;
 
 use rust_tree_core::{
     Ack, Error, Event, HostLockReceipt, Inserted, LoadBackPlan, LockReceipt, Match, NodeId, Pin, Tier, Tree,
+    WritePolicy,
 };
 
 use super::failure::{Failure, catch};
@@ -338,11 +339,13 @@ impl<'a> Driver<'a> {
     fn mirror(&mut self, event: Event) -> Result<(), String> {
         match event {
             Event::Stored { tier, hashes, parent, .. } => {
-                // On host a child's ack may come before its parent's.
-                if let (Tier::Device, Some(parent)) = (tier, parent)
-                    && !self.mirror_device.contains(&parent)
+                // Only under write-back does what is on host have gaps.
+                let gapless = tier == Tier::Device || self.config.write != Some(WritePolicy::WriteBack);
+                if let Some(parent) = parent
+                    && gapless
+                    && !self.mirror_of(tier).contains(&parent)
                 {
-                    return Err("a page was stored before the page before it".to_string());
+                    return Err(format!("{tier:?}: a page was stored before the page before it"));
                 }
                 for hash in hashes {
                     if !self.mirror_of(tier).insert(hash) {

@@ -135,7 +135,7 @@ pub enum Call {
         ack: u8,
     },
     /// `toward`: begin with `keep` pages of the key of a node below. `names`: 1 says the namespace.
-    /// `flaw`: 1 hashes, 2 namespace, 3 first token.
+    /// `flaw`: 1 too few hashes, 2 namespace, 3 first token, 4 wrong hashes for what the tree has already.
     InsertHost {
         anchor: u8,
         toward: Option<u8>,
@@ -408,7 +408,7 @@ impl Drawing {
     fn insert_host(&mut self) -> Call {
         let mut key = self.key();
         let toward = self.maybe(256);
-        let flaw = self.flaw(3);
+        let flaw = self.flaw(4);
         let off = self.off();
         let random = &mut self.random;
         if toward.is_some() {

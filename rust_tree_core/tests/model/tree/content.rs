@@ -103,6 +103,16 @@ impl ModelTree {
         }
     }
 
+    /// Host events for what was not published `before`, by depth, then id. Gives these nodes.
+    pub(super) fn emit_published(&mut self, before: &BTreeSet<NodeId>) -> Vec<NodeId> {
+        let now = self.all_published();
+        let published = self.by_depth(now.difference(before).copied());
+        for &id in &published {
+            self.emit_stored(Tier::Host, id);
+        }
+        published
+    }
+
     pub(super) fn emit(&mut self, event: Event) {
         if !self.config.events || self.events_lost {
             return;

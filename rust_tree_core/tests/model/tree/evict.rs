@@ -61,10 +61,30 @@ impl ModelTree {
     fn is_host_leaf(&self, id: NodeId) -> bool {
         let node = &self.nodes[&id];
         !node.on_device()
-            && node.backed()
+            && self.published(node)
             && node.locks == 0
             && node.host_locks == 0
             && self.children(id).is_empty()
+    }
+
+    /// Whether the node will be a device leaf once everything that is held has gone: under
+    /// write-back only held nodes are below it on device, and nothing but their holds locks it.
+    fn is_leaf_to_be(&self, id: NodeId) -> bool {
+        let node = &self.nodes[&id];
+        let device_child_free = |child: &NodeId| {
+            let child = &self.nodes[child];
+            child.on_device() && child.hold.is_none()
+        };
+        // A hold's one lock is on the path of the node that carries it, its old id.
+        let below = self.descendants(id).into_iter();
+        let holds = below.filter(|below| self.nodes[below].hold == Some(*below)).count();
+        self.write_back()
+            && node.on_device()
+            && !node.backed()
+            && node.hold.is_none()
+            && self.has_device_child(id)
+            && !self.children(id).iter().any(device_child_free)
+            && node.locks as usize == holds
     }
 
     pub fn evict(&mut self, num_pages: usize, host_room: Option<usize>) -> Evicted {
@@ -74,8 +94,9 @@ impl ModelTree {
         let mut gone = 0;
         while gone < num_pages {
             let ids = self.nodes.keys().copied();
-            let leaves = ids.filter(|&id| self.is_device_leaf(id) && !skipped.contains(&id));
-            let Some(victim) = self.smallest(leaves) else {
+            let candidates = ids.filter(|&id| self.is_device_leaf(id) || self.is_leaf_to_be(id));
+            let candidates = candidates.filter(|id| !skipped.contains(id));
+            let Some(victim) = self.smallest(candidates) else {
                 break;
             };
             let pages = self.pages(victim);
@@ -98,7 +119,7 @@ impl ModelTree {
                     continue;
                 }
             }
-            if !self.may_be_dropped(victim) {
+            if self.has_device_child(victim) || !self.may_be_dropped(victim) {
                 skipped.insert(victim);
                 continue;
             }
@@ -151,7 +172,9 @@ impl ModelTree {
         out.device_pages.extend(node.device.iter().flatten().copied());
         out.dropped_tokens += node.tokens() as u64;
         for below in self.deepest_first(below.into_iter()) {
-            self.emit_removed(Tier::Host, below);
+            if self.published(&self.nodes[&below]) {
+                self.emit_removed(Tier::Host, below);
+            }
             let node = self.nodes.remove(&below).expect("a live node");
             assert!(node.device.is_none(), "device pages below a device leaf");
             out.host_pages.extend(node.host.iter().flatten().copied());
@@ -242,9 +265,10 @@ impl ModelTree {
             let children = self.children(*id);
             let child_backed = children.iter().any(|child| self.nodes[child].backed());
             node.on_device()
-                && node.backed()
+                && self.published(node)
                 && node.host_locks == 0
                 && node.pending.is_none()
+                && node.pins == 0
                 && !(gapless && child_backed)
         };
         let loose: Vec<NodeId> = self.nodes.keys().copied().filter(loose).collect();

@@ -10,7 +10,7 @@ mod locks;
 mod tiers;
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rust_tree_core::{Event, InsertArgs, Namespace, NodeId, Tier, Tokens, TreeConfig, WritePolicy};
 
@@ -47,7 +47,7 @@ pub struct Node {
     /// Where the node's own part of the key begins.
     pub start: usize,
     pub device: Option<Vec<u32>>,
-    /// Pending copies included.
+    /// Copies that are pending or wait for their parent's included.
     pub host: Option<Vec<u32>>,
     pub hits: u64,
     pub priority: i64,
@@ -135,6 +135,7 @@ pub struct Inserted {
     pub device_pages: Vec<u32>,
     pub node: NodeId,
     pub backup_nodes: Vec<NodeId>,
+    pub pending_ack: Option<Handle>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -237,21 +238,57 @@ impl ModelTree {
             priority: node.priority,
             lock_ref: node.locks,
             host_lock_ref: node.host_locks,
-            pending: node.pending,
+            pending: node.pending.or_else(|| self.awaited(node)),
             held: node.hold.is_some(),
             pins: node.pins,
         })
     }
 
-    /// A host copy that is valid: there, and not waiting for the ack of a backup. What a
-    /// load-back reads is valid.
+    /// A host copy whose bytes are there: no ack of a backup is awaited. What a load-back reads is
+    /// complete.
+    fn complete(&self, node: &Node) -> bool {
+        let awaited = node.pending.is_some_and(|ack| matches!(self.copies[&ack], Copying::Backup { .. }));
+        node.backed() && !awaited
+    }
+
+    /// The nearest pending backup above a complete host copy that is not published.
+    fn awaited(&self, node: &Node) -> Option<Handle> {
+        if !node.backed() || self.published(node) {
+            return None;
+        }
+        let mut above = node.parent;
+        while above != self.root {
+            let node = &self.nodes[&above];
+            if node.pending.is_some() && !self.complete(node) {
+                return node.pending;
+            }
+            above = node.parent;
+        }
+        None
+    }
+
+    /// A complete host copy, where host copies have no gaps with published ones all the way up. A
+    /// complete one that is not published waits for its parent.
     pub fn published(&self, node: &Node) -> bool {
-        let waits = node.pending.is_some_and(|ack| matches!(self.copies[&ack], Copying::Backup { .. }));
-        node.backed() && !waits
+        let above =
+            !self.write_through() || node.parent == self.root || self.published(&self.nodes[&node.parent]);
+        self.complete(node) && above
+    }
+
+    /// All nodes with a published host copy.
+    fn all_published(&self) -> BTreeSet<NodeId> {
+        let published = self.nodes.iter().filter(|(_, node)| self.published(node));
+        published.map(|(&id, _)| id).collect()
     }
 
     fn loading(&self, node: &Node) -> Option<Handle> {
         node.pending.filter(|ack| matches!(self.copies[ack], Copying::LoadBack { .. }))
+    }
+
+    /// The youngest load-back that one of these nodes waits for. Handles grow, so it is the
+    /// greatest.
+    fn youngest_load(&self, ids: &[NodeId]) -> Option<Handle> {
+        ids.iter().filter_map(|id| self.loading(&self.nodes[id])).max()
     }
 
     fn pages(&self, id: NodeId) -> usize {
@@ -536,8 +573,7 @@ impl ModelTree {
                 found.device_length += length;
                 let pages = &pages[..length / self.config.page_size];
                 found.device_pages.extend(pages);
-                // Handles grow, so the greatest is the youngest.
-                found.pending_ack = found.pending_ack.max(self.loading(node));
+                found.pending_ack = found.pending_ack.max(self.youngest_load(&[id]));
             } else {
                 found.host_hit_length += length;
             }
@@ -616,6 +652,7 @@ impl ModelTree {
             device_pages: own.flatten().copied().collect(),
             node: path.last().copied().unwrap_or(self.root),
             backup_nodes,
+            pending_ack: self.youngest_load(&path),
         })
     }
 

@@ -23,6 +23,7 @@ pub struct LoadPlan {
     pub nodes: Vec<NodeId>,
     pub pages: usize,
     pub host_pages: Vec<u32>,
+    pub pending_ack: Option<Handle>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,8 +46,11 @@ impl ModelTree {
             let hold = self.nodes[id].hold;
             let alone = self.write_back() && hold.is_some();
             for on_path in self.path(*id) {
-                // The room of a held node was counted for its own parts only.
-                let with_it = !alone || self.nodes[&on_path].hold == hold;
+                // The room of a held node was counted for its own parts only, that of other held
+                // ones for them.
+                let other = self.nodes[&on_path].hold;
+                let asked_for = ids.contains(&on_path) && other.is_some();
+                let with_it = !alone || other == hold || asked_for;
                 if with_it && wanted(&on_path) && !nodes.contains(&on_path) {
                     nodes.push(on_path);
                 }
@@ -117,7 +121,7 @@ impl ModelTree {
                 || self.nodes[&node.parent].backed()
                 || before.contains(&node.parent);
             if self.write_through() && !parent_ready {
-                faults.push(Kind::Argument);
+                faults.push(Kind::Lock);
             }
         }
         // With other faults the count may be counted in more than one way.
@@ -127,29 +131,30 @@ impl ModelTree {
         faults
     }
 
-    /// The nodes that wait for an ack, by depth, then id.
-    fn waiting(&self, ack: Handle) -> Vec<NodeId> {
+    /// The nodes that are pending on an ack, by depth, then id.
+    fn pending_on(&self, ack: Handle) -> Vec<NodeId> {
         let nodes = self.nodes.iter();
-        let waiting = nodes.filter(|(_, node)| node.pending == Some(ack));
-        self.by_depth(waiting.map(|(&id, _)| id))
+        let pending = nodes.filter(|(_, node)| node.pending == Some(ack));
+        self.by_depth(pending.map(|(&id, _)| id))
     }
 
     pub fn finish_backup(&mut self, ack: Handle) -> Result<BackupDone, Faults> {
         let Some(Copying::Backup { listed }) = self.copies.get(&ack).cloned() else {
             return Err(vec![Kind::Lock]);
         };
-        let nodes = self.waiting(ack);
-        for &id in &nodes {
+        let before = self.all_published();
+        let own = self.pending_on(ack);
+        for &id in &own {
             self.node(id).pending = None;
-            self.emit_stored(Tier::Host, id);
         }
         self.copies.remove(&ack);
+        let nodes = self.emit_published(&before);
         for (id, _) in listed {
             self.unlock_path(id);
         }
         let mut device_pages = Vec::new();
-        // Deepest first: the order of `nodes` from its end.
-        for &id in nodes.iter().rev() {
+        // Deepest first. Those that wait for their parent's copy go too.
+        for &id in own.iter().rev() {
             let victim = std::mem::take(&mut self.node(id).victim);
             if victim && self.nodes[&id].locks == 0 && !self.has_device_child(id) {
                 self.demote(id, &mut device_pages);
@@ -214,7 +219,7 @@ impl ModelTree {
     /// Takes one node out of a backup, with the lock that the copy holds for it.
     fn leave_backup(&mut self, id: NodeId, ack: Handle) {
         let Some(Copying::Backup { listed }) = self.copies.get_mut(&ack) else {
-            panic!("node {id} does not wait for a backup");
+            panic!("node {id} is not in a backup");
         };
         // A part that was cut off has no lock of its own.
         if let Some(index) = listed.iter().position(|&(listed, _)| listed == id) {
@@ -247,6 +252,7 @@ impl ModelTree {
             handle,
             pages: nodes.iter().map(|&id| self.pages(id)).sum(),
             host_pages: host.flatten().copied().collect(),
+            pending_ack: self.youngest_load(&self.path(id)),
             nodes,
         })
     }
@@ -297,7 +303,7 @@ impl ModelTree {
         let Some(Copying::LoadBack { node, start }) = self.copies.get(&ack).cloned() else {
             return Err(vec![Kind::Lock]);
         };
-        for id in self.waiting(ack) {
+        for id in self.pending_on(ack) {
             self.node(id).pending = None;
         }
         self.copies.remove(&ack);
@@ -309,7 +315,7 @@ impl ModelTree {
         let Some(Copying::LoadBack { node, start }) = self.copies.get(&ack).cloned() else {
             return Err(vec![Kind::Lock]);
         };
-        let loaded = self.waiting(ack);
+        let loaded = self.pending_on(ack);
         let needed = loaded.iter().any(|&id| {
             let children = self.children(id).into_iter();
             let mut others = children.filter(|child| !loaded.contains(child));
@@ -394,8 +400,9 @@ impl ModelTree {
         };
         let walk = self.walk(anchor, &key, &names, |_| true);
         let mut path = self.cut_at_end(walk);
+        let before = self.all_published();
         let mut duplicates = Vec::new();
-        let mut stored = Vec::new();
+        let mut taken = Vec::new();
         for &id in &path {
             let node = &self.nodes[&id];
             let pages = caller_pages(node.start, node.end());
@@ -410,7 +417,7 @@ impl ModelTree {
             // A part that was cut off loses its mark; the lock stays with the old id.
             node.hold = None;
             node.host = Some(pages);
-            stored.push(id);
+            taken.push(id);
         }
         let deepest = path.last().copied().unwrap_or(anchor);
         let covered = self.end(deepest);
@@ -419,7 +426,7 @@ impl ModelTree {
             let priority = self.nodes.get(&deepest).map_or(0, |node| node.priority);
             let id = self.make_node(deepest, &key, &names, priority);
             self.node(id).host = Some(caller_pages(covered, key.len()));
-            stored.push(id);
+            taken.push(id);
             path.push(id);
             made = Some(id);
         }
@@ -430,10 +437,8 @@ impl ModelTree {
         if let Some(id) = made {
             self.node(id).created = self.nodes[&id].last;
         }
-        let inserted_pages = stored.iter().map(|&id| self.pages(id)).sum();
-        for id in stored {
-            self.emit_stored(Tier::Host, id);
-        }
+        let inserted_pages = taken.iter().map(|&id| self.pages(id)).sum();
+        self.emit_published(&before);
         Ok(HostInserted {
             node: path.last().copied().unwrap_or(anchor),
             duplicate_host_pages: duplicates,
