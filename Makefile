@@ -27,7 +27,7 @@ SOURCES := $(wildcard Cargo.toml Cargo.lock pyproject.toml README.md LICENSE) \
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
 
-demo: $(NATIVE) ## a synthetic chat workload through the tree, every hit verified
+demo: $(NATIVE) ## a real transformer served through the cache, every answer checked
 	$(VENV)/bin/unified-cache demo $(ARGS)
 
 test: test-rust test-python ## every test

@@ -203,5 +203,49 @@ fn digests(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, matches, inserts, locks, evictions, digests);
+/// What no tree can do without: reading the key and the stored tokens, memory that is touched for the first time,
+/// the serial blocks of SHA-256. A row of the tree is as good as its ratio to its floor.
+fn floors(c: &mut Criterion) {
+    let mut group = c.benchmark_group("floor");
+    let any = |words: &[u64]| words.iter().fold(0, |sum, word| sum | word);
+    let wide: Vec<Vec<u64>> = (0..8).map(|i| vec![i; 131_072]).collect();
+    let stored = vec![1_u64; 131_072 / 2];
+    let mut turn = 0;
+    group.bench_function("read 131072 int64 and as many stored tokens", |b| {
+        b.iter(|| {
+            turn = (turn + 1) % wide.len();
+            black_box(any(&wide[turn])) | black_box(any(&stored))
+        });
+    });
+    group.bench_function("read 131072 uint32 and as many stored tokens", |b| {
+        b.iter(|| {
+            turn = (turn + 1) % wide.len();
+            black_box(any(&wide[turn][..131_072 / 2])) | black_box(any(&stored))
+        });
+    });
+    let cold: Vec<Vec<u64>> = (0..800).map(|i| vec![i; 8448]).collect();
+    group.bench_function("read 8448 int64 that are in no cache", |b| {
+        b.iter(|| {
+            turn = (turn + 1) % cold.len();
+            black_box(any(&cold[turn]))
+        });
+    });
+    group.bench_function("write 32768 tokens into new memory", |b| {
+        b.iter_with_large_drop(|| black_box(vec![1_u32; 32_768 + turn % 2]));
+    });
+    group.throughput(Throughput::Elements(131_072));
+    let blocks = [[7_u8; 64]; 5];
+    group.bench_function("5 serial SHA-256 blocks for each of 2048 pages", |b| {
+        b.iter(|| {
+            let mut state = [1_u32; 8];
+            for _ in 0..2048 {
+                sha2::block_api::compress256(&mut state, &blocks);
+            }
+            state
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, floors, matches, inserts, locks, evictions, digests);
 criterion_main!(benches);

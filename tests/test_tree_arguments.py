@@ -707,7 +707,8 @@ def test_pages_of_a_result_are_one_array() -> None:
     tree = PrefixTree(1)
     done = tree.insert([1, 2], [3, 4])
     found = tree.match_prefix([1, 2])
-    assert found.device_pages is found.device_pages and done.device_pages is done.device_pages
+    assert found.device_pages is found.device_pages
+    assert done.device_pages is done.device_pages
     found.device_pages[:] = 9
     assert tree.match_prefix([1, 2]).device_pages.tolist() == [3, 4]
 

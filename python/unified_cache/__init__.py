@@ -1,4 +1,4 @@
-"""A hierarchical KV cache for LLM serving. So far: the prefix tree that decides what is held where.
+"""A hierarchical KV cache for LLM serving: a prefix tree that decides what is held where, and a cache on it.
 
 >>> from unified_cache import PrefixTree
 >>> tree = PrefixTree(page_size=2)
@@ -8,7 +8,9 @@
 4
 """
 
+import importlib
 import warnings
+from typing import TYPE_CHECKING
 
 from unified_cache import _native
 from unified_cache._native import (
@@ -30,18 +32,35 @@ from unified_cache._native import (
 )
 from unified_cache.errors import (
     ArgumentError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    CopyError,
     InvariantError,
     LockError,
+    MissingDependencyError,
     PoisonedError,
+    StorageError,
+    TraceError,
     UnifiedCacheError,
     UnknownNodeError,
 )
+
+if TYPE_CHECKING:
+    from unified_cache.cache import UnifiedCache
+    from unified_cache.config import CacheConfig
+    from unified_cache.request import Request
 
 __all__ = [
     "Ack",
     "ArgumentError",
     "BackupDone",
     "BackupPlan",
+    "BusyError",
+    "CacheConfig",
+    "CapacityError",
+    "ClosedError",
+    "CopyError",
     "Evicted",
     "HostEvicted",
     "HostInserted",
@@ -52,10 +71,15 @@ __all__ = [
     "LockError",
     "LockReceipt",
     "Match",
+    "MissingDependencyError",
     "NodeInfo",
     "Pin",
     "PoisonedError",
     "PrefixTree",
+    "Request",
+    "StorageError",
+    "TraceError",
+    "UnifiedCache",
     "UnifiedCacheError",
     "UnknownNodeError",
     "__version__",
@@ -63,6 +87,20 @@ __all__ = [
 ]
 
 __version__: str = _native.__version__
+
+# Loaded when they are first asked for, so that whoever only wants the tree pays for nothing else.
+_LAZY = {
+    "CacheConfig": "unified_cache.config",
+    "Request": "unified_cache.request",
+    "UnifiedCache": "unified_cache.cache",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
 
 if _native.DEBUG_BUILD:
     warnings.warn(

@@ -37,6 +37,7 @@ __all__ = [
     "Pin",
     "PrefixTree",
     "Removed",
+    "Replay",
     "Stored",
     "__version__",
     "page_hashes",
@@ -736,6 +737,55 @@ class PrefixTree:
         """The events since the last call, oldest first; empty without ``events=True``."""
     def reset(self) -> None:
         """Forget everything. Ids, receipts, plans, acks and pins from before are refused from now on."""
+
+@final
+class Replay:
+    """Replays requests of a trace against a tree of its own: what `unified-cache replay` runs.
+
+    `docs/replay.md` says what is done for a request and what counts as a hit. Sizes are in blocks of the
+    trace. No copy takes time here, and no byte moves.
+    """
+
+    def __new__(
+        cls,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        block_size: int,
+        page_size: int | None,
+        eviction_policy: str,
+        policy_options: Sequence[tuple[str, int]],
+        write_policy: _Policy,
+        write_through_threshold: int | None,
+        host_order: Literal["auto", "leaves_first", "copies_first"],
+    ) -> Self:
+        """An empty cache; `unified_cache.replay.Settings` explains the settings and checks their ranges.
+
+        Raises:
+            ArgumentError: a setting that can not be; the message names it.
+        """
+    def run(self, input_lengths: _Integers, block_counts: _Integers, hash_ids: _Integers) -> None:
+        """Serve requests in order, after those of earlier calls. The interpreter's lock is not held.
+
+        Args:
+            input_lengths: prompt tokens of each request.
+            block_counts: blocks of each request: its input length over the block size, rounded up.
+            hash_ids: the blocks of all these requests, one request after the other.
+
+        Raises:
+            ArgumentError: lengths that do not fit each other; nothing was served.
+        """
+    def counters(self) -> dict[str, int]:
+        """What happened so far, by the names that `unified_cache.replay.ReplayReport` explains."""
+    @property
+    def seconds(self) -> float:
+        """Time that was spent in the tree and the pools so far; making tokens is not in it."""
+    def check_invariants(self) -> None:
+        """Check the tree, and that the pools agree with it.
+
+        Raises:
+            InvariantError: names the first violation.
+        """
 
 def page_hashes(
     tokens: _Integers,

@@ -7,9 +7,16 @@ changed nothing.
 
 __all__ = [
     "ArgumentError",
+    "BusyError",
+    "CapacityError",
+    "ClosedError",
+    "CopyError",
     "InvariantError",
     "LockError",
+    "MissingDependencyError",
     "PoisonedError",
+    "StorageError",
+    "TraceError",
     "UnifiedCacheError",
     "UnknownNodeError",
 ]
@@ -31,6 +38,20 @@ class UnknownNodeError(UnifiedCacheError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class TraceError(UnifiedCacheError, ValueError):
+    """A trace that can not be read; names the file, and the line if it is one line's fault."""
+
+    def __init__(self, source: str, line: int | None, reason: str) -> None:
+        super().__init__(source, line, reason)
+        self.source = source
+        self.line = line
+        self.reason = reason
+
+    def __str__(self) -> str:
+        place = self.source if self.line is None else f"{self.source}, line {self.line}"
+        return f"{place}: {self.reason}"
+
+
 class LockError(UnifiedCacheError, RuntimeError):
     """A receipt, plan, ack or pin that does not belong: foreign, stale, or given back before."""
 
@@ -41,3 +62,31 @@ class InvariantError(UnifiedCacheError, AssertionError):
 
 class PoisonedError(UnifiedCacheError, RuntimeError):
     """A call on this tree failed inside (a bug): it is refused from then on, until its `reset`."""
+
+
+class CapacityError(UnifiedCacheError, MemoryError):
+    """A pool has no room for what was asked, not even after evicting what may go."""
+
+
+class BusyError(UnifiedCacheError, RuntimeError):
+    """Requests are still active, so this can not be done now."""
+
+
+class ClosedError(UnifiedCacheError, RuntimeError):
+    """The cache was closed before this call."""
+
+
+class CopyError(UnifiedCacheError, RuntimeError):
+    """A copy between two tiers failed: the bytes that were waited for are not there."""
+
+
+class StorageError(UnifiedCacheError, OSError):
+    """A storage that can not be opened or used; the message says what was tried and what to change."""
+
+    def __str__(self) -> str:
+        # OSError shows its arguments in its own way once there are two of them.
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingDependencyError(UnifiedCacheError, ImportError):
+    """An optional package is not installed; the message says what to install."""

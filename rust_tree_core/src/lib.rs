@@ -7,6 +7,8 @@
 //! Copies take time, so they come in steps: *plan* (what would be copied), *begin* (pages given, marks and
 //! locks set), *finish* (the copy has ended) or *cancel* (it never will).
 //!
+//! Module [`replay`] is such a caller, made of counters: it replays a trace and says what would have been hit.
+//!
 //! One thread changes a tree; nothing in here waits. With the feature `python` the crate is also the native
 //! module of the Python package: module `python` converts and decides nothing.
 
@@ -21,6 +23,7 @@ mod hash;
 mod namespace;
 #[cfg(feature = "python")]
 mod python;
+pub mod replay;
 mod tokens;
 mod tree;
 

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from unified_cache import __version__
-from unified_cache.cli import demo
+from unified_cache.cli import demo, replay
 from unified_cache.errors import UnifiedCacheError
 
 __all__ = ["main"]
 
-_COMMANDS = (demo,)
+_COMMANDS = (demo, replay)
 
 
 def _parser() -> argparse.ArgumentParser:

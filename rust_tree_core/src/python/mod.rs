@@ -1,11 +1,13 @@
 //! The Python face: converts arguments and results, and decides nothing.
 //!
-//! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls.
+//! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls, `replay` those
+//! of the replay.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
 mod buffers;
 mod errors;
+mod replay;
 mod results;
 
 use pyo3::prelude::*;
@@ -622,6 +624,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", PyString::new(module.py(), env!("CARGO_PKG_VERSION")))?;
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     module.add_class::<PrefixTree>()?;
+    module.add_class::<replay::Replay>()?;
     results::register(module)?;
     module.add_function(wrap_pyfunction!(page_hashes, module)?)
 }

@@ -382,7 +382,7 @@ mod tests {
             namespace: crate::Namespace::default(),
         };
         let c = tree.insert_host(args).unwrap().node;
-        assert_eq!(tree.finish_backup(second).unwrap().nodes, []);
+        assert_eq!(tree.finish_backup(second).unwrap(), BackupDone::default());
         assert_eq!(tree.node_info(c).unwrap().pending, Some(first));
         assert_eq!((tree.host_tokens(), tree.pending_host_tokens()), (0, 6));
         assert!(tree.evict_host(6).is_empty());

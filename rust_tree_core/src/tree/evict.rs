@@ -262,8 +262,18 @@ impl Tree {
         self.slots.remove(&std::mem::replace(&mut node.id, id));
         self.slots.insert(id, slot);
         let (at, lost) = (keep as usize, u64::from(node.len - keep));
-        let tail = digest::content(&node.tokens[at * shape.page..], shape, node.start + keep);
-        node.content = node.content.wrapping_sub(tail);
+        let (parent, start) = (node.parent, node.start);
+        let tokens = std::mem::take(&mut node.tokens);
+        let content = if u64::from(keep) <= lost {
+            let head = digest::content(&tokens[..at * shape.page + shape.extra], shape, start);
+            self.nodes[parent as usize].content.wrapping_add(head)
+        } else {
+            let tail = digest::content(&tokens[at * shape.page..], shape, start + keep);
+            node.content.wrapping_sub(tail)
+        };
+        let node = &mut self.nodes[slot as usize];
+        node.tokens = tokens;
+        node.content = content;
         let seed = self.namespaces.seed(node.namespace);
         node.weight = digest::weight(node.content, node.start, seed.as_ref());
         // Shrinking in place: a node that is emptied page by page is not copied each time.

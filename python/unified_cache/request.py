@@ -1,0 +1,388 @@
+"""One request's life in the cache: begin, load back, extend, insert, finish or abort.
+
+A request keeps the order of calls right, and gives back exactly what it took, once, however it ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unified_cache.errors import ArgumentError, CapacityError, LockError
+
+if TYPE_CHECKING:
+    from unified_cache._native import HostLockReceipt, LockReceipt, Match
+    from unified_cache.cache import UnifiedCache
+    from unified_cache.controller.storage import Prefetch
+    from unified_cache.copies.cpu import CopyHandle
+
+__all__ = ["Request", "as_tokens"]
+
+_TOP = 2**32 - 1
+
+
+def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
+    """A copy of token ids as uint32.
+
+    Raises:
+        ArgumentError: not one-dimensional integers, or one that is out of range.
+    """
+    given = np.asarray(tokens)
+    if given.size == 0 and given.ndim == 1:
+        return np.empty(0, np.uint32)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"tokens must be one-dimensional integers in 0..{_TOP}, not {given.dtype} of shape {given.shape}"
+        )
+    outside = (given < 0) | (given > _TOP)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ArgumentError(f"token {at} is {given[at]}, allowed is 0..{_TOP}")
+    return given.astype(np.uint32)
+
+
+class Request:
+    """What one request holds; made by `UnifiedCache.begin`, used on the scheduler's thread.
+
+    The usual way through::
+
+        request = cache.begin(prompt)
+        request.wait_prefetch()              # or come back when prefetch_done()
+        request.load_back()
+        pages = request.extend()             # slots for the whole prompt
+        request.wait()                       # the bytes of what was loaded are there
+        ...compute from request.device_length on, write K and V into pages...
+        request.insert()                     # others can hit the prompt now
+        request.extend([token]); ...compute it...
+        request.finish()                     # or abort(), at any point
+    """
+
+    def __init__(
+        self,
+        cache: UnifiedCache,
+        tokens: npt.NDArray[np.uint32],
+        extra_key: str | None,
+        cache_salt: str | None,
+        priority: int,
+    ) -> None:
+        self._cache = cache
+        self._epoch = cache._epoch
+        self._page_size = cache.page_size
+        self._extra_key = extra_key
+        self._cache_salt = cache_salt
+        self._priority = priority
+        self._tokens = tokens
+        self._length = len(tokens)
+        # At least one token of the prompt is left to compute.
+        self._usable = max(self._length - 1, 0) // self._page_size * self._page_size
+        self._ended = False
+        self._computing = False
+        # Pages of the positions from 0 on; the first `_borrowed` are the tree's, the others our own.
+        self._pages = np.empty(0, np.uint32)
+        self._borrowed = 0
+        self._counted = 0  # tokens whose nodes have got this request's hit
+        self._device_lock: LockReceipt | None = None
+        self._host_lock: HostLockReceipt | None = None
+        self._load: CopyHandle | None = None  # the youngest: unless one fails, it ends last
+        self._loaded_tokens = 0
+        self._prefetch: Prefetch | None = None
+        self._storage_hit = 0
+        match = self._match()
+        self._host_hit = match.host_hit_length
+        cache._retry_storage(match.last_host_node)
+        if self._usable > match.device_length + match.host_hit_length:
+            self._prefetch = cache._start_prefetch(
+                tokens[match.device_length + match.host_hit_length : self._usable],
+                match.last_host_node,
+                extra_key,
+                cache_salt,
+            )
+
+    # What is there
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """The tokens of the request so far."""
+        return self._tokens[: self._length].copy()
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint32]:
+        """The device pages of the request so far, those of the tree first."""
+        return self._pages.copy()
+
+    @property
+    def device_length(self) -> int:
+        """Tokens at the front that are on device: all that need not be computed or written."""
+        return self._borrowed * self._page_size
+
+    @property
+    def host_hit_length(self) -> int:
+        """Tokens right after those on device that were on host at the begin."""
+        return self._host_hit
+
+    @property
+    def storage_hit_length(self) -> int:
+        """Tokens after those on host that came from storage; 0 until the prefetch has ended."""
+        if self._prefetch is not None:
+            return self._prefetch.inserted_pages * self._page_size
+        return self._storage_hit
+
+    @property
+    def loaded(self) -> bool:
+        """The bytes of all pages of the tree are there (or their copy has failed: `wait` says so)."""
+        if self._load is None:
+            return True
+        return self._load.done and all(handle.done for handle in self._older_loads())
+
+    def wait(self) -> None:
+        """Wait until the bytes of all pages that came from the tree are there.
+
+        Call it before a forward reads them; it costs nothing if no copy is under way.
+
+        Raises:
+            CopyError: the copy failed; only `abort` is left.
+        """
+        if self._load is not None:
+            self._load.wait()
+            for handle in self._older_loads():
+                handle.wait()
+            self._load = None
+
+    wait_loaded = wait
+
+    # Storage
+
+    def prefetch_done(self) -> bool:
+        """The request need not wait for storage (any longer): everything was read, or the policy says so."""
+        return self._prefetch is None or self._cache._prefetch_over(self._prefetch)
+
+    def wait_prefetch(self) -> int:
+        """Tick until `prefetch_done`, and end the prefetch; returns `storage_hit_length`."""
+        self._check()
+        if self._prefetch is not None:
+            self._cache._wait_prefetch(self._prefetch)
+        return self.storage_hit_length
+
+    # Host to device
+
+    def load_back(self, quota: int | None = None) -> int:
+        """Bring what is on host to device; returns the tokens by which `device_length` has grown.
+
+        All or nothing. Ends a prefetch that is under way: what it has read so far is loaded too. The copy
+        is only begun here: `wait` before a forward reads its pages.
+
+        Args:
+            quota: the most tokens that may be loaded; None: no limit.
+        """
+        self._check()
+        if self._computing:
+            raise LockError(
+                "load_back comes before the first extend: the request computes its tokens already"
+            )
+        before = self.device_length
+        if self._prefetch is not None:
+            self._cache._stop_prefetch(self._prefetch)
+        match = self._match()
+        self._release_prefetch()
+        on_host = match.host_hit_length
+        if on_host == 0:
+            return self.device_length - before
+        cache = self._cache
+        if on_host < cache.config.load_back_threshold or (quota is not None and on_host > quota):
+            cache._counters.load_backs_skipped += 1
+            return self.device_length - before
+        plan = cache.tree.plan_load_back(match.last_host_node)
+        try:
+            pages = cache._transfers.alloc(plan.pages)
+        except CapacityError:
+            plan.cancel()
+            cache._counters.load_backs_skipped += 1
+            return self.device_length - before
+        except BaseException:
+            plan.cancel()
+            raise
+        cache._transfers.start_load(plan, pages)
+        self._loaded_tokens += on_host
+        self._match()
+        return self.device_length - before
+
+    # Computing
+
+    def extend(self, tokens: Any = ()) -> npt.NDArray[np.uint32]:
+        """Add tokens to the request, and pages so that all its tokens have a slot; returns `pages`.
+
+        Token i lies in slot ``i % page_size`` of page ``pages[i // page_size]``. The engine then computes
+        what is past `device_length` and was not computed before.
+
+        Args:
+            tokens: the tokens to add; none the first time, for the prompt alone.
+
+        Raises:
+            ArgumentError: a token out of range.
+            CapacityError: no room on device, even after evicting what may go; nothing was added.
+        """
+        self._check()
+        more = as_tokens(tokens)
+        length = self._length + len(more)
+        missing = -(-length // self._page_size) - len(self._pages)
+        if missing > 0:
+            self._pages = np.concatenate((self._pages, self._cache._transfers.alloc(missing)))
+        self._begin_computing()
+        if length > len(self._tokens):
+            grown = np.empty(max(length, 2 * len(self._tokens)), np.uint32)
+            grown[: self._length] = self._tokens[: self._length]
+            self._tokens = grown
+        self._tokens[self._length : length] = more
+        self._length = length
+        return self.pages
+
+    def insert(self, *, chunked: bool = False, computed: int | None = None) -> None:
+        """Give what was computed so far to the tree, so that others can hit it.
+
+        `pages` then are the tree's where it had the same tokens already, and those may still be on their
+        way: call `wait` before the next forward.
+
+        Args:
+            chunked: a part of a prompt still being computed; it gets no hit yet.
+            computed: tokens whose K and V are in their slots; None: all.
+
+        Raises:
+            ArgumentError: `computed` is more than have a slot.
+        """
+        self._check()
+        ready = self._length if self._computing else self.device_length
+        if computed is None:
+            computed = ready
+        if not 0 <= computed <= ready:
+            raise ArgumentError(f"computed must be an integer in 0..{ready}, not {computed}")
+        computed = max(computed, self.device_length)
+        cache, whole = self._cache, computed // self._page_size
+        inserted = cache.tree.insert(
+            self._tokens[:computed],
+            self._pages[:whole],
+            prev_prefix_len=self.device_length,
+            inserted_len=self._counted,
+            extra_key=self._extra_key,
+            cache_salt=self._cache_salt,
+            priority=self._priority,
+            chunked=chunked,
+        )
+        cache._device_pages.free(inserted.duplicate_pages)
+        cache._transfers.want_backup(inserted.backup_nodes)
+        self._pages[:whole] = inserted.device_pages
+        self._borrowed = whole
+        if not chunked:
+            self._counted = computed
+        lock = cache.tree.inc_lock_ref(inserted.node)
+        self._unlock()
+        self._device_lock = lock
+        if len(inserted.duplicate_pages) > 0:
+            # Somebody else may just be loading what we have computed, and we hold their pages now.
+            peeked = cache.tree.peek_prefix(
+                self._tokens[: whole * self._page_size],
+                extra_key=self._extra_key,
+                cache_salt=self._cache_salt,
+                include_evicted=False,
+            )
+            self._load = cache._transfers.load_of(peeked.pending_ack) or self._load
+
+    # The end
+
+    def finish(self, *, computed: int | None = None) -> None:
+        """Insert what was computed, and give everything back.
+
+        Args:
+            computed: tokens whose K and V are in their slots; None: all.
+
+        Raises:
+            LockError: the request has ended before.
+        """
+        self._check()
+        self.insert(computed=computed)
+        self._give_back()
+        self._cache._counters.requests_finished += 1
+
+    def abort(self) -> None:
+        """Give everything back without inserting, at any point; nothing to do once the request has ended."""
+        if self._ended:
+            return
+        if self._epoch != self._cache._epoch or self._cache.closed:
+            self._ended = True
+            return
+        self._give_back()
+        self._cache._counters.requests_aborted += 1
+
+    def _give_back(self) -> None:
+        self._ended = True
+        self._cache._device_pages.free(self._pages[self._borrowed :])
+        self._unlock()
+        self._release_prefetch()
+        self._load = None
+        self._pages = np.empty(0, np.uint32)
+        self._borrowed = 0
+        self._cache._active.discard(self)
+
+    # Inside
+
+    def _check(self) -> None:
+        self._cache._check_open()
+        if self._epoch != self._cache._epoch:
+            raise LockError("the request is from before a reset of the cache")
+        if self._ended:
+            raise LockError("the request has ended before: it was finished or aborted")
+
+    def _match(self) -> Match:
+        """Look the prompt up, hold what is there, and let go of what was held before."""
+        tree = self._cache.tree
+        match = tree.match_prefix(
+            self._tokens[: self._usable], extra_key=self._extra_key, cache_salt=self._cache_salt
+        )
+        device_lock = tree.inc_lock_ref(match.last_device_node)
+        # One lock at the end holds all host pages of the path: a node with children is no host leaf.
+        host_lock = tree.inc_host_lock_ref(match.last_host_node) if match.host_hit_length else None
+        self._unlock()
+        self._device_lock, self._host_lock = device_lock, host_lock
+        self._pages = match.device_pages
+        self._borrowed = len(self._pages)
+        self._load = self._cache._transfers.load_of(match.pending_ack)
+        return match
+
+    def _older_loads(self) -> list[CopyHandle]:
+        """Loads of our pages beside the youngest one that have to be looked at one by one."""
+        if self._device_lock is None or not self._cache._transfers.troubled:
+            return []
+        return self._cache._transfers.loads_under(self._device_lock.node)
+
+    def _unlock(self) -> None:
+        tree = self._cache.tree
+        if self._device_lock is not None:
+            tree.dec_lock_ref(self._device_lock)
+            self._device_lock = None
+        if self._host_lock is not None:
+            tree.dec_host_lock_ref(self._host_lock)
+            self._host_lock = None
+
+    def _release_prefetch(self) -> None:
+        if self._prefetch is not None:
+            self._cache._release_prefetch(self._prefetch)
+            self._storage_hit = self._prefetch.inserted_pages * self._page_size
+            self._prefetch = None
+
+    def _begin_computing(self) -> None:
+        """From now on the request computes what it has not got: count where the rest came from."""
+        if self._computing:
+            return
+        self._computing = True
+        self._release_prefetch()
+        if self._host_lock is not None:
+            self._cache.tree.dec_host_lock_ref(self._host_lock)
+            self._host_lock = None
+        counters = self._cache._counters
+        # What was loaded came from the tail of the prefetch as far as that goes, the rest was on host.
+        from_storage = min(self._storage_hit, self._loaded_tokens)
+        counters.asked_tokens += self._length
+        counters.hit_tokens_storage += from_storage
+        counters.hit_tokens_host += self._loaded_tokens - from_storage
+        counters.hit_tokens_device += self.device_length - self._loaded_tokens

@@ -1,0 +1,1 @@
+"""The third tier: pages that outlive the process."""

@@ -1,0 +1,116 @@
+"""Settings are refused before anything is allocated, by name, with what is allowed."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unified_cache
+from tests.cache.support import make_cache, make_pool
+from unified_cache import ArgumentError, CacheConfig, StorageError, UnifiedCache
+from unified_cache.pools.device import MhaDevicePool
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"page_size": 0}, ["page_size", "1..256", "0"]),
+        ({"page_size": 257}, ["page_size", "1..256", "257"]),
+        ({"page_size": 4.0}, ["page_size", "4.0"]),
+        ({"write_policy": "write_around"}, ["write_policy", "'write_back'", "None", "'write_around'"]),
+        ({"write_through_threshold": 0}, ["write_through_threshold", "0"]),
+        ({"hicache_ratio": 0}, ["hicache_ratio", "> 0"]),
+        ({"hicache_ratio": float("nan")}, ["hicache_ratio", "nan"]),
+        ({"hicache_size": -1}, ["hicache_size", "> 0", "-1"]),
+        ({"host_layout": "layer_first"}, ["host_layout", "'page_first'", "'layer_first'"]),
+        ({"eviction_policy": "clock"}, ["eviction_policy", "lru", "slru", "clock"]),
+        ({"policy_options": {"speed": 1}}, ["speed"]),
+        ({"load_back_threshold": -1}, ["load_back_threshold", ">= 0", "-1"]),
+        ({"load_back_threshold": True}, ["load_back_threshold", "True"]),
+        ({"prefetch_policy": "never"}, ["prefetch_policy", "'best_effort'", "'timeout'", "'wait_complete'"]),
+        ({"prefetch_threshold": -1}, ["prefetch_threshold", ">= 0"]),
+        ({"prefetch_timeout": -0.5}, ["prefetch_timeout", "-0.5"]),
+        ({"prefetch_timeout_per_1024": "1"}, ["prefetch_timeout_per_1024", "'1'"]),
+        ({"model": 7}, ["model", "7"]),
+        ({"storage": "/tmp/x", "write_policy": None}, ["storage", "write_policy", "write_through"]),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        CacheConfig(**settings)
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_page_size_is_that_of_the_pool() -> None:
+    with pytest.raises(ArgumentError, match=r"page_size must be that of the device pool, 4, not 64"):
+        UnifiedCache(CacheConfig(), make_pool())
+
+
+@pytest.mark.parametrize("settings", [{"hicache_size": 10**9}, {"hicache_ratio": 1e8}])
+def test_a_host_pool_that_does_not_fit(settings: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=rf"{next(iter(settings))}=.*GB are available: make it smaller"):
+        make_cache(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"hicache_size": 1e-9}, {"hicache_ratio": 0.01}])
+def test_a_host_pool_of_less_than_a_page(settings: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="less than one page"):
+        make_cache(**settings)
+
+
+def test_the_size_wins_over_the_ratio() -> None:
+    page_bytes = make_pool().page_bytes
+    with make_cache(hicache_size=5.5 * page_bytes / 1e9, hicache_ratio=3.0) as cache:
+        assert cache.usage()["host_pages"] == 5
+    with make_cache(hicache_ratio=3.0) as cache:
+        assert cache.usage()["host_pages"] == 48
+
+
+def test_storage_that_can_not_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="can not be used"):
+        make_cache(storage=str(tmp_path / "file"))
+    with pytest.raises(StorageError, match=r"file:///path, not 's3://bucket/x'"):
+        make_cache(storage="s3://bucket/x")
+    with make_cache(storage=f"file://{tmp_path}/a%20b"):
+        assert (tmp_path / "a b").is_dir()
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size", "layers", "heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_bad_device_pools(name: str, value: object) -> None:
+    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 4, "layers": 1, "heads": 1, "head_dim": 1}
+    with pytest.raises(ArgumentError, match=f"{name} must be an integer"):
+        MhaDevicePool(**(sizes | {name: value}))
+    with pytest.raises(ArgumentError, match=r"page_size must be an integer in 1\.\.256"):
+        MhaDevicePool(1, 257, 1, 1, 1)
+
+
+def test_a_missing_torch_is_one_line() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import unified_cache\n"
+        "print(unified_cache.CacheConfig().page_size, unified_cache.UnifiedCache.__name__)\n"
+        "try:\n"
+        "    import unified_cache.pools.device\n"
+        "except unified_cache.UnifiedCacheError as error:\n"
+        "    print(isinstance(error, ImportError), error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "64 UnifiedCache"
+    assert second.startswith("True ")
+    assert second.endswith("pip install unified-cache[torch]")
+
+
+def test_lazy_exports() -> None:
+    assert unified_cache.UnifiedCache is UnifiedCache
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = unified_cache.no_such_name
+    code = "import sys, unified_cache; unified_cache.UnifiedCache; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
