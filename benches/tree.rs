@@ -35,7 +35,13 @@ fn pages(count: usize, start: u32) -> Vec<u32> {
 }
 
 fn tree(page_size: usize) -> Tree {
-    Tree::new(TreeConfig { page_size, write_policy: None, ..TreeConfig::default() }).expect("a good config")
+    tree_by("lru", page_size)
+}
+
+fn tree_by(policy: &str, page_size: usize) -> Tree {
+    let eviction_policy = policy.to_owned();
+    let config = TreeConfig { page_size, eviction_policy, write_policy: None, ..TreeConfig::default() };
+    Tree::new(config).expect("a good config")
 }
 
 /// A tree that holds `key` as a chain of nodes of `step` tokens.
@@ -86,6 +92,17 @@ fn matches(c: &mut Criterion) {
             });
         });
     }
+    let key = Random(1).tokens(131_072);
+    let mut tree = grown(&key, 512, 64);
+    let keys = variants(&key);
+    let mut turn = 0;
+    group.bench_function("131072, 256 nodes, page 64, with its device pages", |b| {
+        b.iter(|| {
+            turn = (turn + 1) % keys.len();
+            let found = tree.match_prefix(Tokens::I64(&keys[turn]), NO_NAMESPACE, true).expect("a good key");
+            found.device_pages()
+        });
+    });
     let wide = Random(1).tokens(131_072);
     let key: Vec<u32> = wide.iter().map(|&token| u32::try_from(token).expect("a token")).collect();
     let mut tree = grown(&wide, wide.len(), 64);
@@ -145,8 +162,8 @@ fn leaf(i: u64) -> [u32; 64] {
     key
 }
 
-fn with_leaves(count: u32) -> Tree {
-    let mut tree = tree(64);
+fn with_leaves(count: u32, policy: &str) -> Tree {
+    let mut tree = tree_by(policy, 64);
     for page in 0..count {
         tree.insert(InsertArgs::new(Tokens::U32(&leaf(u64::from(page))), &[page])).expect("a good key");
     }
@@ -155,10 +172,11 @@ fn with_leaves(count: u32) -> Tree {
 
 fn evictions(c: &mut Criterion) {
     let mut group = c.benchmark_group("evict");
-    for leaves in [1000, 50_000, 200_000, 1_000_000] {
+    let rows = [("lru", 1000), ("lru", 50_000), ("lru", 200_000), ("lru", 1_000_000)];
+    for (policy, leaves) in rows.into_iter().chain([("lfu", 50_000), ("priority", 50_000)]) {
         // A full cache: insert one leaf, touch another, evict one page. Only the eviction is timed.
-        group.bench_function(BenchmarkId::new("one page", leaves), |b| {
-            let mut tree = with_leaves(leaves);
+        group.bench_function(BenchmarkId::new(format!("one page, {policy}"), leaves), |b| {
+            let mut tree = with_leaves(leaves, policy);
             let mut random = Random(5);
             let (mut next, mut page) = (u64::from(leaves), leaves);
             b.iter_custom(|rounds| {
@@ -181,7 +199,7 @@ fn evictions(c: &mut Criterion) {
     group.sample_size(10).throughput(Throughput::Elements(u64::from(leaves)));
     group.bench_function("all of 200000 leaves", |b| {
         b.iter_batched(
-            || with_leaves(leaves),
+            || with_leaves(leaves, "lru"),
             |mut tree| {
                 let done = tree.evict(leaves as usize, None);
                 assert_eq!(done.device_pages.len(), leaves as usize);
