@@ -126,19 +126,8 @@ impl Tree {
         }
     }
 
-    /// Queues that a node's pages have left a tier.
-    pub(crate) fn emit_removed(&mut self, slot: Slot, tier: Tier) {
-        if self.events.as_ref().is_none_or(|queue| queue.overflowed) {
-            return;
-        }
-        let hashes = self.event_hashes(slot);
-        if let Some(queue) = &mut self.events {
-            queue.push(Event::Removed { tier, hashes });
-        }
-    }
-
-    /// Queues that the pages of a node from `keep` on have left a tier.
-    pub(crate) fn emit_removed_tail(&mut self, slot: Slot, keep: u32, tier: Tier) {
+    /// Queues that a node's pages from `keep` on have left a tier.
+    pub(crate) fn emit_removed(&mut self, slot: Slot, keep: u32, tier: Tier) {
         if self.events.as_ref().is_none_or(|queue| queue.overflowed) {
             return;
         }

@@ -1,7 +1,7 @@
 //! Making room on device and on host: which nodes go, in one plan a call.
 
-use super::node::{NONE, Pages, Slot, flag};
-use super::{Tree, digest};
+use super::Tree;
+use super::node::{Slot, flag};
 use crate::NodeId;
 use crate::error::{Error, Result, bad_argument, bad_lock};
 use crate::events::Tier;
@@ -104,10 +104,12 @@ impl Tree {
             let pages = self.nodes[slot as usize].len as usize;
             let needed = num_pages - freed.len();
             if group == 3 && pages > needed {
-                self.trim(slot, (pages - needed) as u32, Tier::Host, &mut freed);
-                continue;
+                let keep = (pages - needed) as u32;
+                self.emit_removed(slot, keep, Tier::Host);
+                self.trim(slot, keep, Tier::Host, &mut freed);
+                break;
             }
-            self.emit_removed(slot, Tier::Host);
+            self.emit_removed(slot, 0, Tier::Host);
             freed.extend_from_slice(&self.take_host_value(slot));
             if group == 3 {
                 self.remove(slot);
@@ -118,7 +120,7 @@ impl Tree {
 
     /// A backed node leaves the device.
     pub(super) fn demote(&mut self, slot: Slot, out: &mut Evicted) {
-        self.emit_removed(slot, Tier::Device);
+        self.emit_removed(slot, 0, Tier::Device);
         out.device_pages.extend_from_slice(&self.take_value(slot));
         out.demoted_nodes.push(self.nodes[slot as usize].id);
     }
@@ -211,101 +213,25 @@ impl Tree {
 
     /// Deletes a device leaf without host copy but for its first `keep` pages, and what only the host holds below it.
     fn drop_subtree(&mut self, slot: Slot, keep: u32, out: &mut Evicted) {
-        let lost = self.nodes[slot as usize].len - keep;
-        out.dropped_tokens += self.in_tokens(u64::from(lost));
-        if keep == 0 {
-            self.emit_removed(slot, Tier::Device);
-            out.device_pages.extend_from_slice(&self.take_value(slot));
-        }
-        let below = if self.nodes[slot as usize].first_child == NONE {
-            Vec::new()
-        } else {
-            let mut below = self.descendants(slot);
-            below.sort_by_key(|&slot| {
-                let node = &self.nodes[slot as usize];
-                (std::cmp::Reverse(node.start), node.id)
-            });
-            below
-        };
-        if keep > 0 && below.is_empty() {
-            return self.trim(slot, keep, Tier::Device, &mut out.device_pages);
+        let lost = u64::from(self.nodes[slot as usize].len - keep);
+        out.dropped_tokens += self.in_tokens(lost);
+        self.emit_removed(slot, keep, Tier::Device);
+        for below in self.descendants_deepest_first(slot) {
+            out.dropped_tokens += self.in_tokens(u64::from(self.nodes[below as usize].len));
+            self.drop_host_only(below, &mut out.host_pages);
         }
         if keep > 0 {
-            self.emit_removed_tail(slot, keep, Tier::Device);
-        }
-        for slot in below {
-            out.dropped_tokens += self.in_tokens(u64::from(self.nodes[slot as usize].len));
-            self.drop_host_only(slot, &mut out.host_pages);
-        }
-        if keep == 0 {
+            self.trim(slot, keep, Tier::Device, &mut out.device_pages);
+        } else {
+            out.device_pages.extend_from_slice(&self.take_value(slot));
             self.remove(slot);
-        } else {
-            self.trim_quietly(slot, keep, Tier::Device, &mut out.device_pages);
         }
-    }
-
-    /// Deletes the tail of a childless node that only one tier holds. The old id goes with the tail, as it does in a
-    /// cut; what stays has a new one.
-    fn trim(&mut self, slot: Slot, keep: u32, tier: Tier, freed: &mut Vec<u32>) {
-        self.emit_removed_tail(slot, keep, tier);
-        self.trim_quietly(slot, keep, tier, freed);
-    }
-
-    fn trim_quietly(&mut self, slot: Slot, keep: u32, tier: Tier, freed: &mut Vec<u32>) {
-        self.leave_orders(slot);
-        let shape = self.shape;
-        let id = self.next_id;
-        self.next_id += 1;
-        let node = &mut self.nodes[slot as usize];
-        debug_assert!(0 < keep && keep < node.len && node.first_child == NONE && !node.locked());
-        self.digest = self.digest.wrapping_sub(node.contribution());
-        self.slots.remove(&std::mem::replace(&mut node.id, id));
-        self.slots.insert(id, slot);
-        let (at, lost) = (keep as usize, u64::from(node.len - keep));
-        let (parent, start) = (node.parent, node.start);
-        let tokens = std::mem::take(&mut node.tokens);
-        let content = if u64::from(keep) <= lost {
-            let head = digest::content(&tokens[..at * shape.page + shape.extra], shape, start);
-            self.nodes[parent as usize].content.wrapping_add(head)
-        } else {
-            let tail = digest::content(&tokens[at * shape.page..], shape, start + keep);
-            node.content.wrapping_sub(tail)
-        };
-        let node = &mut self.nodes[slot as usize];
-        node.tokens = tokens;
-        node.content = content;
-        let seed = self.namespaces.seed(node.namespace);
-        node.weight = digest::weight(node.content, node.start, seed.as_ref());
-        // Shrinking in place: a node that is emptied page by page is not copied each time.
-        let mut tokens = std::mem::take(&mut node.tokens).into_vec();
-        tokens.truncate(at * shape.page + shape.extra);
-        node.tokens = tokens.into_boxed_slice();
-        node.digests = node.digests.take().map(|digests| {
-            let mut digests = digests.into_vec();
-            digests.truncate(at);
-            digests.into_boxed_slice()
-        });
-        let state = node.full_mut();
-        let value = if tier == Tier::Device { &mut state.value } else { &mut state.host_value };
-        if let Some(pages) = value.take() {
-            freed.extend_from_slice(&pages[at..]);
-            *value = Some(Pages::from(&pages[..at]));
-        }
-        node.len = keep;
-        let pinned = node.pins > 0;
-        self.digest = self.digest.wrapping_add(node.contribution());
-        match tier {
-            Tier::Device => self.sizes.device -= lost,
-            Tier::Host => self.sizes.host -= lost,
-        }
-        debug_assert!(!pinned, "what is pinned is not trimmed");
-        self.refresh(slot);
     }
 
     /// Deletes a childless node that only the host holds.
     pub(super) fn drop_host_only(&mut self, slot: Slot, host_pages: &mut Vec<u32>) {
         if self.nodes[slot as usize].published() {
-            self.emit_removed(slot, Tier::Host);
+            self.emit_removed(slot, 0, Tier::Host);
         }
         host_pages.extend_from_slice(&self.take_host_value(slot));
         self.remove(slot);
@@ -433,21 +359,6 @@ mod tests {
         assert!(tree.evict_host(2).is_empty());
         tree.unpin(pin).unwrap();
         assert_eq!(tree.evict_host(2).len(), 2);
-    }
-
-    #[test]
-    fn a_node_emptied_from_its_tail_is_as_if_it_had_been_shorter() {
-        let (mut trimmed, mut fresh) = (tree(2, None), tree(2, None));
-        let node = trimmed.put(&keys(0..40), 0).node;
-        trimmed.page_hashes(node).unwrap();
-        for _ in 0..15 {
-            assert_eq!(trimmed.evict(1, None).device_pages.len(), 1);
-            trimmed.sound();
-        }
-        fresh.put(&keys(0..10), 0);
-        assert_eq!((trimmed.digest(), trimmed.len()), (fresh.digest(), 1));
-        assert_eq!(trimmed.get(&keys(0..40)).device_pages(), [0, 1, 2, 3, 4]);
-        assert_eq!(trimmed.page_hash_count(), 20);
     }
 
     #[test]

@@ -158,7 +158,7 @@ impl Tree {
         let pending = self.load_backs.remove(&ack.serial).expect("looked at above");
         let mut taken: Vec<Pages> = Vec::with_capacity(slots.len());
         for &slot in slots.iter().rev() {
-            self.emit_removed(slot, Tier::Device);
+            self.emit_removed(slot, 0, Tier::Device);
             taken.push(self.take_value(slot));
         }
         self.unmark_load(&pending);

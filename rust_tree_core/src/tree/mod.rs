@@ -18,6 +18,7 @@ mod node;
 mod pin;
 #[cfg(test)]
 pub(crate) mod testing;
+mod trim;
 mod walk;
 
 use std::collections::HashMap;
@@ -432,6 +433,13 @@ impl Tree {
             at += 1;
         }
         self.sort_by_depth(&mut below);
+        below
+    }
+
+    /// The same the other way round, among equals still by id.
+    fn descendants_deepest_first(&self, of: Slot) -> Vec<Slot> {
+        let mut below = self.descendants(of);
+        below.sort_by_key(|&slot| std::cmp::Reverse(self.nodes[slot as usize].start));
         below
     }
 
