@@ -197,6 +197,13 @@ for_cpu! {
         let (token_blocks, _) = tokens.as_chunks::<BLOCK>();
         let mut at = 0;
         let far = length >= PREFETCH_FROM;
+        if far {
+            // What the loop below will not ask for in time.
+            for (a, b) in word_blocks.iter().zip(token_blocks).take(PREFETCH_BYTES / size_of::<[W; BLOCK]>()) {
+                prefetch(a, 0);
+                prefetch(b, 0);
+            }
+        }
         for (a, b) in word_blocks.iter().zip(token_blocks) {
             if far {
                 prefetch(a, PREFETCH_BYTES);
