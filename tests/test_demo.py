@@ -109,22 +109,25 @@ def test_a_missing_package_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments, named",
+    "arguments, named, status",
     [
-        (["--clients", "0"], "--clients must be an integer >= 1, not 0"),
-        (["--turns", "1"], "--turns must be an integer >= 2, not 1"),
-        (["--clients", "100000000"], "--clients 100000000 and --turns 4 need"),
-        (["--out", "no/such/folder/figure.png"], "--out: no/such/folder/figure.png can not be written"),
-        (["--out", "figure.txt"], "--out: figure.txt must end in one of .png"),
-        (["--out", "folder.png"], "--out: folder.png is a folder"),
-        (["--device", "tpu"], "--device: 'tpu' must be cpu, cuda or cuda:N"),
-        (["--device", "cuda:99"], "--device: there is no cuda:99 here"),
+        (["--seed", "9" * 23], "--seed must be an integer in 0..9223372036854775807, not 999", 2),
+        (["--seed", "-1"], "--seed must be an integer in 0..9223372036854775807, not -1", 2),
+        (["--clients", "0"], "--clients must be an integer >= 1, not 0", 2),
+        (["--turns", "1"], "--turns must be an integer >= 2, not 1", 2),
+        (["--clients", "100000000"], "--clients 100000000 and --turns 4 need", 2),
+        (["--out", "no/such/folder/figure.png"], "--out: no/such/folder/figure.png can not be written", 1),
+        (["--out", "figure.txt"], "--out: figure.txt must end in one of .png", 2),
+        (["--out", "folder.png"], "--out: folder.png is a folder", 1),
+        (["--device", "tpu"], "--device: 'tpu' must be cpu, cuda or cuda:N", 2),
+        (["--device", "cuda:99"], "--device: there is no cuda:99 here", 2),
     ],
 )
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_what_can_not_be_done_is_one_line(
     arguments: list[str],
     named: str,
+    status: int,
     form: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -132,7 +135,7 @@ def test_what_can_not_be_done_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
-    assert main(["demo", "--quick", *form, *arguments]) == 1
+    assert main(["demo", "--quick", *form, *arguments]) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"unified-cache: {named}")

@@ -91,6 +91,11 @@ BROKEN = [
     (line(timestamp="5"), 'timestamp is "5", needed are milliseconds'),
     (line(timestamp=-1), "timestamp is -1"),
     (line(timestamp=True), "timestamp is true"),
+    (
+        line(timestamp=10**400),
+        "timestamp is 1000000000000000000000000000000000000..., needed are milliseconds",
+    ),
+    (line(timestamp=1.1e18), "timestamp is 1.1e+18, needed are milliseconds, 0 to 1e+18"),
     (line(timestamp=float("nan")), "timestamp is NaN"),
     (line(timestamp=float("inf")), "timestamp is Infinity"),
     (line(input_length=0, hash_ids=[]), "input_length is 0, allowed is 1 to 4294967295"),

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Self
 
 from unified_cache.config import CacheConfig
 from unified_cache.controller.storage import Prefetch, StorageLink
-from unified_cache.controller.transfers import Transfers
+from unified_cache.controller.transfers import MOST_FAILURES, Transfers
 from unified_cache.counters import Counters
-from unified_cache.errors import ArgumentError, BusyError, ClosedError
-from unified_cache.pools.allocator import PageAllocator, Pages
+from unified_cache.errors import ArgumentError, BusyError, ClosedError, PoisonedError
+from unified_cache.pools.allocator import PageAllocator, Pages, as_count
 from unified_cache.request import Request, as_tokens
 from unified_cache.storage.folder import FolderStore, folder_of
 from unified_cache.storage.keys import fingerprint
@@ -148,7 +148,7 @@ class UnifiedCache:
         Waits only where the pages come out of copies under way, such as write-backs.
 
         Raises:
-            ArgumentError: a negative number.
+            ArgumentError: not an integer, or a negative one.
             CapacityError: there is no room; nothing is lost.
         """
         self._check_open()
@@ -175,9 +175,14 @@ class UnifiedCache:
         priority: int = 0,
         chunked: bool = False,
     ) -> Inserted:
-        """`PrefixTree.insert`; frees the duplicate pages, and backs up what the write policy wants."""
+        """`PrefixTree.insert`; frees the duplicate pages, and backs up what the write policy wants.
+
+        Raises:
+            ArgumentError: as there, or a page past `prev_prefix_len` that is not out through `alloc`, or is
+                listed twice; nothing has changed then.
+        """
         self._check_open()
-        inserted = self.tree.insert(
+        return self._insert(
             tokens,
             pages,
             prev_prefix_len=prev_prefix_len,
@@ -187,9 +192,6 @@ class UnifiedCache:
             priority=priority,
             chunked=chunked,
         )
-        self._device_pages.free(inserted.duplicate_pages)
-        self._transfers.want_backup(inserted.backup_nodes)
-        return inserted
 
     def evict(self, num_pages: int) -> int:
         """Free device pages; returns how many are free at once. Those of write-backs follow at a tick."""
@@ -200,9 +202,13 @@ class UnifiedCache:
 
     def tick(self) -> None:
         """Take what has ended, and start what is waiting. Never waits itself."""
+        self._step()
+
+    def _step(self, most_failures: int | None = None) -> None:
         self._check_open()
         transfers, storage = self._transfers, self._storage
         if not transfers.idle:
+            transfers.retry(most_failures)
             transfers.take_done()
             transfers.start_backups()
         if storage is not None and not storage.idle:
@@ -215,22 +221,28 @@ class UnifiedCache:
             timeout: seconds of real time; None: no limit.
 
         Returns:
-            False if there was not enough time.
+            False if there was not enough time, or a copy of pages in use failed again and again.
+
+        Raises:
+            CopyError: without a timeout, a copy of pages in use failed again and again; ticks go on trying.
         """
         end = None if timeout is None else time.monotonic() + timeout
+        self.tick()
         while True:
-            self.tick()
-            storage_idle = self._storage is None or self._storage.idle
-            if self._transfers.idle and storage_idle:
-                return True
+            stuck = self._transfers.stuck(MOST_FAILURES)
+            copies_idle = stuck is not None or self._transfers.idle
+            if copies_idle and (self._storage is None or self._storage.idle):
+                if stuck is not None and end is None:
+                    raise stuck
+                return stuck is None
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            if not self._transfers.idle:
-                # Copies take milliseconds and always end.
-                self._transfers.take_done(wait=True)
+            if not copies_idle:
+                self._transfers.take_done(wait=True, timeout=left)
             elif self._storage is not None:
                 self._storage.wait(_POLL_SECONDS if left is None else min(left, _POLL_SECONDS))
+            self._step(MOST_FAILURES)
 
     # Looking at it
 
@@ -262,15 +274,22 @@ class UnifiedCache:
         """Empty device and host; storage and the counters stay. Waits for copies that are running.
 
         Args:
-            force: also with requests active; any call on them but `abort` is a `LockError` from then on.
+            force: also with requests active, or with pages out that `alloc` gave. Any call on such a request
+                but `abort` is a `LockError` from then on. Such pages must be forgotten: they are handed out
+                again, and a `free` or `insert` of them would hit whoever has them then.
 
         Raises:
-            BusyError: requests are active.
+            BusyError: requests are active, or pages that `alloc` gave were neither freed nor inserted.
         """
         self._check_open()
         if self._active and not force:
             raise BusyError(
                 f"{len(self._active)} requests are active: finish or abort them, or call reset(force=True)"
+            )
+        if not force and (out := self._pages_out()):
+            raise BusyError(
+                f"{out} device pages are out through alloc: free or insert them, or call reset(force=True) "
+                "and forget them"
             )
         if self._storage is not None:
             self._storage.cancel()
@@ -290,14 +309,18 @@ class UnifiedCache:
         """
         if self._closed:
             return
-        if self._storage is not None:
-            self.flush(timeout)
-        self._closed = True
-        self._active.clear()
-        if self._copies is not None:
-            self._copies.close()
-        if self._storage is not None:
-            self._storage.close()
+        try:
+            if self._storage is not None:
+                self.flush(timeout)
+        finally:
+            self._closed = True
+            self._active.clear()
+            try:
+                if self._copies is not None:
+                    self._copies.close()
+            finally:
+                if self._storage is not None:
+                    self._storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -312,6 +335,44 @@ class UnifiedCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the cache was closed")
+
+    def _pages_out(self) -> int:
+        """Device pages that `alloc` gave, owned neither by the tree nor by a request."""
+        own = sum(len(request._pages) - request._borrowed for request in self._active)
+        try:
+            in_tree = self.tree.device_tokens // self.page_size
+        except PoisonedError:
+            return 0  # nobody can tell, and a reset is what helps
+        return self._device_pages.used_pages - in_tree - own
+
+    def _insert(
+        self,
+        tokens: _Integers,
+        pages: _Integers,
+        *,
+        prev_prefix_len: int,
+        inserted_len: int,
+        extra_key: str | None,
+        cache_salt: str | None,
+        priority: int,
+        chunked: bool,
+    ) -> Inserted:
+        # Those before are the tree's, and it does not look at them.
+        first = as_count(prev_prefix_len, "prev_prefix_len") // self.page_size
+        self._device_pages.require_used(pages, first)
+        inserted = self.tree.insert(
+            tokens,
+            pages,
+            prev_prefix_len=prev_prefix_len,
+            inserted_len=inserted_len,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
+            priority=priority,
+            chunked=chunked,
+        )
+        self._device_pages.free(inserted.duplicate_pages)
+        self._transfers.want_backup(inserted.backup_nodes)
+        return inserted
 
     def _backed_up(self, nodes: list[int]) -> None:
         if self._storage is not None:
@@ -331,7 +392,7 @@ class UnifiedCache:
         if self._storage is None:
             return None
         prefetch = self._storage.start(tokens, anchor, extra_key, cache_salt)
-        if prefetch is not None:
+        if prefetch is not None and self.config.write_policy != "write_back":
             # Under write_through nothing on host hangs below a node that is not there.
             self._transfers.want_backup([anchor])
         return prefetch

@@ -1,6 +1,7 @@
 """The settings of a cache, checked before anything is allocated."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,12 +30,28 @@ def _integer(setting: str, value: object, low: int, high: int | None = None) -> 
         raise ArgumentError(f"{setting} must be {allowed}, not {value}")
 
 
-def _number(setting: str, value: object, *, above: float | None = None) -> None:
+def _finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def _number(setting: str, value: object, *, above: float | None = None, times: int = 1) -> None:
+    """A number that is still one when it was multiplied with `times`."""
     allowed = "a number >= 0" if above is None else f"a number > {above:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise ArgumentError(f"{setting} must be {allowed}, not {value!r}")
+    if not _finite(value * times):
+        raise ArgumentError(f"{setting} must be {allowed} that a machine can have, not {value!r}")
     if value < 0 or (above is not None and value <= above):
         raise ArgumentError(f"{setting} must be {allowed}, not {value!r}")
+
+
+def _folder(setting: str, value: object) -> None:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ArgumentError(f"{setting} must be a folder's path or file:///path, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +78,7 @@ class CacheConfig:
         prefetch_threshold: shorter storage hits (in tokens) are computed again, not read.
         prefetch_timeout: seconds.
         prefetch_timeout_per_1024: seconds for 1,024 tokens.
-        model: name of the model: stored pages of another one are never hits.
+        model: name of the model, needed with storage: stored pages of another one are never hits.
         weight_version: version of its weights: likewise.
 
     Raises:
@@ -77,7 +94,7 @@ class CacheConfig:
     eviction_policy: str = "lru"
     policy_options: Mapping[str, int] | None = None
     load_back_threshold: int = 10
-    storage: str | None = None
+    storage: str | os.PathLike[str] | None = None
     prefetch_policy: str = "timeout"
     prefetch_threshold: int = 256
     prefetch_timeout: float = 1.0
@@ -88,10 +105,11 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _integer("page_size", self.page_size, 1, 256)
         _one_of("write_policy", self.write_policy, _WRITE_POLICIES)
-        _number("hicache_ratio", self.hicache_ratio, above=0)
+        _number("hicache_ratio", self.hicache_ratio, above=0, times=2**63)  # no pool has that many bytes
         if self.hicache_size is not None:
-            _number("hicache_size", self.hicache_size, above=0)
+            _number("hicache_size", self.hicache_size, above=0, times=10**9)
         _one_of("host_layout", self.host_layout, HOST_LAYOUTS)
+        _one_of("eviction_policy", self.eviction_policy, tuple(PrefixTree.eviction_policies()))
         _integer("load_back_threshold", self.load_back_threshold, 0)
         _one_of("prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES)
         _integer("prefetch_threshold", self.prefetch_threshold, 0)
@@ -100,12 +118,19 @@ class CacheConfig:
         for setting in ("model", "weight_version"):
             if not isinstance(getattr(self, setting), str):
                 raise ArgumentError(f"{setting} must be a string, not {getattr(self, setting)!r}")
-        if self.storage is not None and self.write_policy is None:
+        if self.storage is not None:
+            self._check_storage()
+        self.make_tree()
+
+    def _check_storage(self) -> None:
+        _folder("storage", self.storage)
+        if self.write_policy is None:
             raise ArgumentError(
                 "storage needs a host tier: write_policy must be 'write_through', "
                 "'write_through_selective' or 'write_back', not None"
             )
-        self.make_tree()
+        if not self.model:
+            raise ArgumentError("storage needs model=...: it names whose pages these are")
 
     def make_tree(self) -> PrefixTree:
         """An empty tree with these settings; it checks those that are its own."""

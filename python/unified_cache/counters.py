@@ -36,6 +36,7 @@ class Counters:
     dropped_tokens: int = 0  # their last copy went
 
     prefetches: int = 0
+    prefetches_refused: int = 0  # too many were under way
     storage_found_pages: int = 0
     storage_read_pages: int = 0
     storage_written_pages: int = 0

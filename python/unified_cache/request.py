@@ -132,6 +132,7 @@ class Request:
     @property
     def loaded(self) -> bool:
         """The bytes of all pages of the tree are there (or their copy has failed: `wait` says so)."""
+        self._check()
         if self._load is None:
             return True
         return self._load.done and all(handle.done for handle in self._older_loads())
@@ -144,6 +145,7 @@ class Request:
         Raises:
             CopyError: the copy failed; only `abort` is left.
         """
+        self._check()
         if self._load is not None:
             self._load.wait()
             for handle in self._older_loads():
@@ -156,6 +158,7 @@ class Request:
 
     def prefetch_done(self) -> bool:
         """The request need not wait for storage (any longer): everything was read, or the policy says so."""
+        self._check()
         return self._prefetch is None or self._cache._prefetch_over(self._prefetch)
 
     def wait_prefetch(self) -> int:
@@ -259,7 +262,7 @@ class Request:
             raise ArgumentError(f"computed must be an integer in 0..{ready}, not {computed}")
         computed = max(computed, self.device_length)
         cache, whole = self._cache, computed // self._page_size
-        inserted = cache.tree.insert(
+        inserted = cache._insert(
             self._tokens[:computed],
             self._pages[:whole],
             prev_prefix_len=self.device_length,
@@ -269,8 +272,6 @@ class Request:
             priority=self._priority,
             chunked=chunked,
         )
-        cache._device_pages.free(inserted.duplicate_pages)
-        cache._transfers.want_backup(inserted.backup_nodes)
         self._pages[:whole] = inserted.device_pages
         self._borrowed = whole
         if not chunked:
@@ -316,13 +317,15 @@ class Request:
 
     def _give_back(self) -> None:
         self._ended = True
-        self._cache._device_pages.free(self._pages[self._borrowed :])
         self._unlock()
-        self._release_prefetch()
+        own = self._pages[self._borrowed :]
         self._load = None
         self._pages = np.empty(0, np.uint32)
         self._borrowed = 0
         self._cache._active.discard(self)
+        self._release_prefetch()
+        # Last, since it is refused if the caller has freed one of them already.
+        self._cache._device_pages.free(own)
 
     # Inside
 

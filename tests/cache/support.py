@@ -29,7 +29,7 @@ def make_pool(pages: int = 16, *, layers: int = 3, dtype: torch.dtype = torch.fl
 
 def make_cache(pages: int = 16, **settings: Any) -> UnifiedCache:
     clock = settings.pop("clock", None)
-    config = CacheConfig(page_size=PAGE, **settings)
+    config = CacheConfig(page_size=PAGE, **({"model": "test"} | settings))
     return UnifiedCache(config, make_pool(pages), **({} if clock is None else {"clock": clock}))
 
 
@@ -168,7 +168,7 @@ class LateCopies(CpuCopyEngine):
         while self.run("backup") or self.run("load"):
             pass
 
-    def take_done(self, *, wait: bool = False) -> list[CopyHandle]:
+    def take_done(self, *, wait: bool = False, timeout: float | None = None) -> list[CopyHandle]:
         if wait and self._ended.empty() and not self.run("backup"):
             self.run("load")
         return super().take_done()

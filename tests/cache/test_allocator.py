@@ -1,6 +1,7 @@
 """Pages are handed out once, and come back once."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,36 @@ def test_what_does_not_belong_changes_nothing(bad: list[object], said: str) -> N
         pages.free(np.array([0], np.uint32))
     with pytest.raises(ArgumentError, match=r">= 0, not -1"):
         pages.alloc(-1)
+
+
+@pytest.mark.parametrize("count", [2.0, "2", None])
+def test_counts_are_integers(count: Any) -> None:
+    pages = PageAllocator(8, "device")
+    with pytest.raises(ArgumentError, match="count must be an integer >= 0"):
+        pages.alloc(count)
+    assert len(pages.alloc(np.uint32(2))) == 2
+    assert type(pages.free_pages) is int
+    pages.check()
+
+
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        ([3], "page 3 was not handed out"),
+        ([0, 8], r"page 8 is not in 0\.\.7"),
+        ([-1], "page -1"),
+        ([0, 1, 0], "page 0 is listed twice"),
+        ([0.0], "integers"),
+        ([[0], [0, 1]], "integers"),
+    ],
+)
+def test_pages_that_were_not_handed_out(bad: Any, said: str) -> None:
+    pages = PageAllocator(8, "device")
+    pages.require_used(pages.alloc(3))
+    pages.require_used([7, 0, 1], 1)
+    pages.require_used([])
+    with pytest.raises(ArgumentError, match=said):
+        pages.require_used(bad)
 
 
 def test_random_use() -> None:

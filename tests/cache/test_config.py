@@ -34,6 +34,18 @@ from unified_cache.pools.device import MhaDevicePool
         ({"prefetch_timeout": -0.5}, ["prefetch_timeout", "-0.5"]),
         ({"prefetch_timeout_per_1024": "1"}, ["prefetch_timeout_per_1024", "'1'"]),
         ({"model": 7}, ["model", "7"]),
+        ({"hicache_ratio": 10**400}, ["hicache_ratio", "> 0"]),
+        ({"hicache_ratio": 1e308}, ["hicache_ratio", "1e+308"]),
+        ({"hicache_ratio": 1e298}, ["hicache_ratio", "1e+298"]),
+        ({"hicache_size": 1e308}, ["hicache_size", "1e+308"]),
+        ({"hicache_size": 10**400}, ["hicache_size", "> 0"]),
+        ({"prefetch_timeout": 10**400}, ["prefetch_timeout", ">= 0"]),
+        ({"eviction_policy": None}, ["eviction_policy", "'lru'", "None"]),
+        ({"storage": "", "model": "m"}, ["storage", "file:///path", "''"]),
+        ({"storage": 5, "model": "m"}, ["storage", "file:///path", "5"]),
+        ({"storage": b"/tmp/x", "model": "m"}, ["storage", "file:///path", "b'/tmp/x'"]),
+        ({"storage": "a\0b", "model": "m"}, ["storage", "file:///path", "a\\x00b"]),
+        ({"storage": "/tmp/x"}, ["storage needs model=...: it names whose pages these are"]),
         ({"storage": "/tmp/x", "write_policy": None}, ["storage", "write_policy", "write_through"]),
     ],
 )
@@ -75,6 +87,8 @@ def test_storage_that_can_not_be_used(tmp_path: Path) -> None:
         make_cache(storage=str(tmp_path / "file"))
     with pytest.raises(StorageError, match=r"file:///path, not 's3://bucket/x'"):
         make_cache(storage="s3://bucket/x")
+    with make_cache(storage=tmp_path / "as a path"):
+        assert (tmp_path / "as a path").is_dir()
     with make_cache(storage=f"file://{tmp_path}/a%20b"):
         assert (tmp_path / "a b").is_dir()
 

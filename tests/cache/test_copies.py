@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unified_cache import ArgumentError, CopyError
+from unified_cache import ArgumentError, ClosedError, CopyError
 from unified_cache.copies import cpu
 from unified_cache.copies.cpu import CopyHandle, CpuCopyEngine
 from unified_cache.pools.device import MhaDevicePool
@@ -67,11 +67,12 @@ class GatedEngine(CpuCopyEngine):
     """Copies to host wait for the gate; a failing one raises."""
 
     def __init__(self, device: MhaDevicePool, host: MhaHostPool) -> None:
-        self.gate = threading.Event()
+        self.gate, self.entered = threading.Event(), threading.Event()
         self.failing: set[int] = set()
         super().__init__(device, host)
 
     def _to_host(self, handle: CopyHandle) -> None:
+        self.entered.set()
         assert self.gate.wait(30)
         if int(handle.device_pages[0]) in self.failing:
             raise OSError("injected")
@@ -112,3 +113,17 @@ def test_lists_of_different_lengths() -> None:
     assert engine.running == 0
     engine.submit_backup(pages(), pages()).wait()
     engine.close()
+
+
+def test_close_ends_what_has_not_begun() -> None:
+    device = MhaDevicePool(8, 4, 2, 1, 4)
+    engine = GatedEngine(device, MhaHostPool(device, 8))
+    running, queued = (engine.submit_backup(pages(page), pages(page)) for page in range(2))
+    assert engine.entered.wait(30)
+    assert engine.take_done(wait=True, timeout=0.01) == []
+    engine.close()
+    assert queued.done
+    with pytest.raises(ClosedError, match="before this copy began"):
+        queued.wait()
+    engine.gate.set()
+    running.wait()

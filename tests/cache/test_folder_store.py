@@ -1,6 +1,7 @@
 """A folder as storage: what was set is got, anything else is a miss."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_short_files(store: FolderStore, size: int) -> None:
     assert get(store, 1) == (PageStatus.HIT, bytes(payload(1)))
 
 
-@pytest.mark.parametrize("at_byte", [0, 5, 9, 20, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + SIZE - 1])
+@pytest.mark.parametrize("at_byte", [0, 6, 9, 20, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + SIZE - 1])
 def test_flipped_bits(store: FolderStore, at_byte: int) -> None:
     whole = bytearray(path_of(store, 1).read_bytes())
     whole[at_byte] ^= 4
@@ -134,12 +135,60 @@ def test_writes_and_reads_that_come_in_pieces(store: FolderStore, monkeypatch: p
 
 
 def test_left_overs_of_dead_writers_go(store: FolderStore) -> None:
-    young, old = store._temporary / "young", store._temporary / "old"
+    young, old = store._temporary / ("a" * 32), store._temporary / ("b" * 32)
     for path in (young, old):
         path.write_bytes(b"half a page")
     os.utime(old, (1, 1))
     FolderStore(store._root).close()
-    assert temporary_files(store) == ["young"]
+    assert temporary_files(store) == [young.name]
+
+
+def test_files_of_others_stay(store: FolderStore) -> None:
+    first = path_of(store, 1).parent.parent
+    others = [
+        store._root / "tmp" / "thesis.odt",
+        store._root / "tmp" / ("b" * 32),
+        store._temporary / "notes",
+        store._temporary / ("b" * 31),
+        store._temporary / ("c" * 32) / "in a folder",
+        store._root / "ab" / "photo.jpg",
+        store._root / "ab" / "cd" / "photo.jpg",
+        store._root / "ab" / "cd" / KEYS[1],  # not its place
+        store._root / "my" / "01" / KEYS[1],
+        first / "photo.jpg",
+        first / "holidays" / KEYS[1],
+        path_of(store, 1).parent / "photo.jpg",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+        os.utime(path, (1, 1))
+    (store._temporary / ("d" * 32)).symlink_to(others[0])
+    os.utime(store._temporary / ("c" * 32), (1, 1))
+    FolderStore(store._root).close()
+    assert store.stats()["pages"] == 4
+    store.clear()
+    assert store.stats() == {"pages": 0, "bytes": 0}
+    assert all(path.read_bytes() == b"mine" for path in others)
+
+
+def test_a_page_of_a_later_version_stays(store: FolderStore) -> None:
+    for size in (6, HEADER_BYTES, HEADER_BYTES + SIZE, HEADER_BYTES + SIZE + 100):
+        later = b"UCPG\x02\x00".ljust(size, b"x")
+        path_of(store, 1).write_bytes(later)
+        assert get(store, 1)[0] is PageStatus.MISS
+        assert path_of(store, 1).read_bytes() == later
+
+
+@pytest.mark.parametrize("gone", ["all", "temporary"])
+def test_folders_that_were_removed_are_made_again(store: FolderStore, gone: str) -> None:
+    shutil.rmtree(store._root if gone == "all" else store._temporary)
+    assert store.stats()["pages"] == (0 if gone == "all" else 4)
+    store.clear()
+    assert store.set(KEYS, [payload(at) for at in range(6)]) == 6
+    assert get(store, 5) == (PageStatus.HIT, bytes(payload(5)))
+    assert store.exists(KEYS) == 6
+    assert temporary_files(store) == []
 
 
 def test_clear(store: FolderStore) -> None:
@@ -168,7 +217,8 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
 def test_names_of_folders() -> None:
     assert folder_of("relative/path") == Path("relative/path")
     assert folder_of("file:///a/b%20c") == Path("/a/b c")
-    for bad in ("file://host/a", "http://a/b", "file://"):
+    assert folder_of(Path("a/b")) == Path("a/b")
+    for bad in ("file://host/a", "http://a/b", "file://", "file:///a%00b"):
         with pytest.raises(StorageError, match="file:///path"):
             folder_of(bad)
     assert folder._STALE_SECONDS > 60

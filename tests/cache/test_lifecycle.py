@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.support import make_cache, serve, toks
-from unified_cache import ClosedError, UnifiedCache
+from tests.cache.support import assert_nothing_held, make_cache, serve, toks
+from unified_cache import (
+    ArgumentError,
+    BusyError,
+    ClosedError,
+    LockError,
+    PoisonedError,
+    Request,
+    UnifiedCache,
+)
 from unified_cache.worker import Worker
 
 CALLS: list[Callable[[UnifiedCache], object]] = [
@@ -24,6 +32,12 @@ CALLS: list[Callable[[UnifiedCache], object]] = [
     lambda cache: cache.tick(),
     lambda cache: cache.flush(),
     lambda cache: cache.reset(),
+]
+
+LOOKS: list[Callable[[Request], object]] = [
+    lambda request: request.wait(),
+    lambda request: request.loaded,
+    lambda request: request.prefetch_done(),
 ]
 
 
@@ -41,6 +55,9 @@ def test_use_after_close(policy: str | None) -> None:
     for step in (request.load_back, request.extend, request.insert, request.finish, request.wait_prefetch):
         with pytest.raises(ClosedError):
             step()
+    for look in LOOKS:
+        with pytest.raises(ClosedError):
+            look(request)
     request.abort()
     assert cache.stats()["requests"] == 1
 
@@ -75,19 +92,115 @@ def test_single_steps() -> None:
         assert cache.stats()["demoted_nodes"] == 1
 
 
+def test_looks_after_a_forced_reset() -> None:
+    with make_cache() as cache:
+        serve(cache, toks(17))
+        request = cache.begin(toks(17))
+        request.extend()
+        cache.reset(force=True)
+        for look in LOOKS:
+            with pytest.raises(LockError, match="before a reset"):
+                look(request)
+
+
+@pytest.mark.parametrize("pages", [[0, 1], [99, 100], [15, 15], [15, 0]])
+def test_pages_that_alloc_did_not_give(pages: list[int]) -> None:
+    with make_cache() as cache:
+        (given,) = cache.alloc(1).tolist()
+        own = [given if page == 15 else page if page > 15 else (given + 1 + page) % 16 for page in pages]
+        with pytest.raises(ArgumentError, match="device page"):
+            cache.insert(toks(8), own)
+        assert cache.match_prefix(toks(9)).device_length == 0
+        # What lies before prev_prefix_len is the tree's.
+        cache.insert(toks(4), [given])
+        cache.insert(toks(8), [given, cache.alloc(1)[0]], prev_prefix_len=4)
+        with pytest.raises(ArgumentError, match="prev_prefix_len"):
+            cache.insert(toks(8), [given, given], prev_prefix_len=-1)
+        assert_nothing_held(cache)
+
+
+def test_reset_with_pages_out() -> None:
+    with make_cache() as cache:
+        serve(cache, toks(17))
+        pages = cache.alloc(3)
+        with pytest.raises(BusyError, match="3 device pages are out through alloc"):
+            cache.reset()
+        assert cache.match_prefix(toks(17)).device_length == 16
+        cache.free(pages)
+        cache.reset()
+        cache.alloc(3)
+        cache.begin(toks(17)).extend()
+        cache.reset(force=True)
+        assert cache.usage()["device_free_pages"] == 16
+
+
+def test_reset_of_a_poisoned_tree() -> None:
+    class Poisoned:
+        was_reset = False
+
+        @property
+        def device_tokens(self) -> int:
+            raise PoisonedError("injected")
+
+        def reset(self) -> None:
+            self.was_reset = True
+
+    with make_cache(write_policy=None) as cache:
+        serve(cache, toks(17))
+        poisoned = Poisoned()
+        cache.tree = poisoned  # type: ignore[assignment]
+        cache.reset()
+        assert poisoned.was_reset
+        assert cache._device_pages.free_pages == 16
+
+
+def cache_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("unified-cache")]
+
+
+def test_close_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(storage=str(tmp_path))
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(cache, "tick", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        cache.close()
+    assert cache.closed
+    assert cache_threads() == []
+
+
+def test_flush_and_close_do_not_wait_behind_a_held_up_copy(tmp_path: Path) -> None:
+    cache = make_cache(storage=str(tmp_path))
+    assert cache._copies is not None
+    gate = threading.Event()
+    cache._copies._workers["backup"].submit(lambda: bool(gate.wait(30)) and None)
+    serve(cache, toks(17))
+    begun = time.monotonic()
+    assert not cache.flush(0.05)
+    cache.close(timeout=0.05)
+    assert time.monotonic() - begun < 10
+    gate.set()
+
+
 LEAVING = """
 import sys, threading
 import numpy as np
 from unified_cache import CacheConfig, UnifiedCache
 from unified_cache.pools.device import MhaDevicePool
+from unified_cache.worker import Worker
 
-cache = UnifiedCache(CacheConfig(page_size=4, storage=sys.argv[1]), MhaDevicePool(64, 4, 2, 2, 8))
+cache = UnifiedCache(CacheConfig(page_size=4, storage=sys.argv[1], model="m"), MhaDevicePool(64, 4, 2, 2, 8))
 request = cache.begin(np.arange(200))
 request.extend()
 request.insert()
 cache.tick()
 if sys.argv[2] == "stuck":
     cache._copies._workers["load"].submit(threading.Event().wait)
+    others = [Worker("hung") for _ in range(6)]
+    for worker in others:
+        worker.submit(threading.Event().wait)
 print("leaving", flush=True)
 if sys.argv[2] == "raise":
     raise SystemExit(3)
@@ -106,6 +219,7 @@ def test_leaving_without_close(tmp_path: Path, how: str, status: int) -> None:
         _, errors = process.communicate(timeout=30)
         assert process.returncode == status
         assert errors == b""
+        # Workers that hang share two seconds.
         assert time.monotonic() - left < 5
     finally:
         process.kill()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -277,6 +278,8 @@ def test_a_load_that_fails_and_can_not_be_taken_back_is_copied_again() -> None:
         request.load_back()
         copies.run("load")
         cache.tick()
+        assert not copies.queues["load"]  # not before the next tick
+        cache.tick()
         copies.fail = lambda handle: False
         # A newcomer waits for the second try.
         other = cache.begin(toks(17))
@@ -288,6 +291,55 @@ def test_a_load_that_fails_and_can_not_be_taken_back_is_copied_again() -> None:
         request.abort()
         other.abort()
         assert_nothing_held(cache)
+
+
+def test_a_load_that_always_fails() -> None:
+    with demoted() as cache:
+        copies = LateCopies(cache)
+        copies.fail = lambda handle: True
+        request = cache.begin(toks(17))
+        request.load_back()
+        assert not cache.flush(30)
+        assert cache.stats()["failed_copies"] == 100
+        with pytest.raises(CopyError, match="load copy of 4 pages failed 101 times: injected"):
+            cache.flush()
+        # Nobody uses it any more: it is taken back.
+        request.abort()
+        assert cache.flush(30)
+        assert cache.stats()["failed_copies"] == 101
+        assert_nothing_held(cache)
+
+
+def test_room_that_comes_after_a_copy_that_fails() -> None:
+    with make_cache(8, write_policy="write_back") as cache:
+        serve(cache, toks(17))
+        cache.evict(4)
+        assert cache.flush(30)
+        serve(cache, toks(17, 100))
+        request = cache.begin(toks(17))
+        copies = LateCopies(cache)
+        copies.fail = lambda handle: handle.direction == "load"
+        assert request.load_back() == 16
+        assert cache.evict(4) == 0
+        # The failed load ends first and stays; the pages of the write-back are still on their way.
+        copies.run("load")
+        pages = cache.alloc(4)
+        assert cache.usage()["device_free_pages"] == 0
+        cache.free(pages)
+        request.abort()
+        assert_nothing_held(cache)
+
+
+def test_write_backs_that_always_fail_end_an_alloc() -> None:
+    with make_cache(8, write_policy="write_back") as cache:
+        copies = LateCopies(cache)
+        copies.fail = lambda handle: True
+        serve(cache, toks(17))
+        with pytest.raises(CapacityError):
+            cache.alloc(8)
+        assert cache.stats()["failed_copies"] == 100
+        copies.fail = lambda handle: False
+        assert len(cache.alloc(8)) == 8
 
 
 def test_a_backup_that_fails() -> None:
@@ -306,6 +358,28 @@ def test_a_backup_that_fails() -> None:
 
 
 # Room
+
+
+@pytest.mark.parametrize("count", [2.0, "2", None, -1, np.int64(-1)])
+def test_counts_that_are_none(count: Any) -> None:
+    with make_cache(8) as cache:
+        serve(cache, toks(17))
+        assert cache.flush(30)
+        before = cache.usage()
+        for call in (cache.alloc, cache.evict):
+            with pytest.raises(ArgumentError, match="num_pages must be an integer >= 0"):
+                call(count)
+        assert cache.usage() == before
+        assert_nothing_held(cache)
+
+
+def test_counts_of_numpy() -> None:
+    with make_cache(8, write_policy=None) as cache:
+        for start in (0, 100, 200):
+            serve(cache, toks(9, start))
+        assert len(cache.alloc(np.uint32(3))) == 3
+        assert cache.stats()["evicted_device_pages"] == 1
+        assert cache.evict(10**30) == 5
 
 
 def test_no_room_changes_nothing() -> None:
@@ -401,6 +475,18 @@ def test_abort_gives_everything_back(stage: Stage, policy: str | None, late: boo
         with pytest.raises(LockError):
             request.finish()
         assert serve(cache, toks(26)) != (0, 0, 0) or policy is None
+        assert_nothing_held(cache)
+
+
+def test_an_abort_that_is_refused_unlocks() -> None:
+    with make_cache() as cache:
+        serve(cache, toks(17))
+        request = cache.begin(toks(26))
+        pages = request.extend()
+        cache.free(pages[4:])  # not the caller's to free
+        with pytest.raises(ArgumentError, match="free already"):
+            request.abort()
+        request.abort()
         assert_nothing_held(cache)
 
 

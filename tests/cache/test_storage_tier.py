@@ -427,4 +427,43 @@ def test_close_writes_what_is_on_its_way(tmp_path: Path) -> None:
     cache.close()
     assert len(files(tmp_path)) == 12
     assert not any(thread.name.startswith("unified-cache") for thread in threading.enumerate())
-    assert os.listdir(tmp_path / "tmp") == []
+    assert os.listdir(tmp_path / ".unified-cache-tmp") == []
+
+
+def test_prefetches_do_not_pile_up(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for _ in range(300):
+        scene.begin().abort()
+    stats = scene.cache.stats()
+    assert (stats["prefetches"], stats["prefetches_refused"]) == (256, 44)
+    request = scene.begin()
+    assert request.prefetch_done()
+    request.abort()
+    scene.reads.drain()
+    scene.cache.tick()
+    request = scene.begin()
+    assert not request.prefetch_done()
+    request.abort()
+    scene.end()
+
+
+def test_a_prefetch_under_write_back_backs_nothing_up(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, write_policy="write_back", prefetch_policy="wait_complete")
+    cache = scene.cache
+    first = cache.begin(toks(4 * PAGE + 1))
+    first.extend()
+    compute(first)
+    first.finish()
+    request = scene.begin()
+    assert request.device_length == 4 * PAGE
+    while not request.prefetch_done():
+        scene.reads.drain()
+        cache.tick()
+    assert request.wait_prefetch() == 8 * PAGE
+    assert request.load_back() == 8 * PAGE
+    request.extend()
+    request.wait()
+    assert_served(request)
+    request.abort()
+    assert cache.stats()["backup_pages"] == 0
+    scene.end()

@@ -36,7 +36,11 @@ class Server:
     def __init__(self, model: Any, pages: int, **settings: Any) -> None:
         self.model = model
         self.pool = MhaDevicePool(pages, PAGE, 2, KV_HEADS, HEAD_DIM)
-        defaults: dict[str, Any] = {"write_policy": None, "prefetch_policy": "wait_complete"}
+        defaults: dict[str, Any] = {
+            "write_policy": None,
+            "prefetch_policy": "wait_complete",
+            "model": "test",
+        }
         self.cache = UnifiedCache(CacheConfig(page_size=PAGE, **(defaults | settings)), self.pool)
         self.runner = PagedRunner(model, self.cache, self.pool)
 

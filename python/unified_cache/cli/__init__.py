@@ -1,12 +1,25 @@
-"""The `unified-cache` command: one module a subcommand, listed in `_COMMANDS`."""
+"""The `unified-cache` command: one module a subcommand, listed in `_COMMANDS`.
+
+The exit status is the same for all commands:
+
+- 0: done.
+- 1: called rightly, but the work could not be done or went wrong: a file that is missing or can not be
+  written, a broken trace, a package that is not installed, a wrong answer in the demo, output nobody takes.
+- 2: called wrongly: an unknown option, or a value that an option can not have (an `ArgumentError`).
+- 130: interrupted.
+
+Whatever is not 0 says why in one line on standard error (argparse shows the usage before it), except that
+nothing is said when the reader of the output went away.
+"""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from unified_cache import __version__
 from unified_cache.cli import demo, replay
-from unified_cache.errors import UnifiedCacheError
+from unified_cache.errors import ArgumentError, UnifiedCacheError
 
 __all__ = ["main"]
 
@@ -33,17 +46,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return the exit status.
-
-    0: done. 1: the command could not do its work, and said why in one line. 2: it was called wrongly.
-    """
-    arguments = _parser().parse_args(argv)
+    """Run the command line `argv` (default: the process's own) and return the exit status."""
     try:
-        status: int = arguments.run(arguments)
+        try:
+            arguments = _parser().parse_args(argv)
+            status: int = arguments.run(arguments)
+        finally:
+            _flush()
+    except BrokenPipeError:
+        return 1
     except (UnifiedCacheError, OSError) as error:
         print(f"unified-cache: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ArgumentError) else 1
     except KeyboardInterrupt:
         print("unified-cache: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+def _flush() -> None:
+    """Write out what was printed. If that fails, it is dropped: Python would try again at its exit."""
+    if sys.stdout is None:  # closed before the start: print does nothing then
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"the output can not be written ({error.strerror})") from None

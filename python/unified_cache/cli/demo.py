@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check_counts(arguments)
+    _check_numbers(arguments)
     _check_out(arguments.out)
     _check_installed()
     # Only now: these need what was just looked for.
@@ -150,10 +150,12 @@ def _serve_all(model: Any, traffic: Traffic, seed: int) -> tuple[list[Report], i
     return reports, clients.redrawn
 
 
-def _check_counts(arguments: argparse.Namespace) -> None:
+def _check_numbers(arguments: argparse.Namespace) -> None:
     for option, value, least in (("--clients", arguments.clients, 1), ("--turns", arguments.turns, 2)):
         if value is not None and value < least:
             raise ArgumentError(f"{option} must be an integer >= {least}, not {value}")
+    if not 0 <= arguments.seed < 2**63:
+        raise ArgumentError(f"--seed must be an integer in 0..{2**63 - 1}, not {arguments.seed}")
 
 
 def _check_out(path: Path) -> None:
@@ -161,16 +163,14 @@ def _check_out(path: Path) -> None:
     if path.suffix not in _FORMATS:
         raise ArgumentError(f"--out: {path} must end in one of {', '.join(_FORMATS)}")
     if path.is_dir():
-        raise ArgumentError(f"--out: {path} is a folder: name a file in it")
+        raise OSError(f"--out: {path} is a folder: name a file in it")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
         if path.exists():
             path.open("ab").close()
     except OSError as error:
-        raise ArgumentError(
-            f"--out: {path} can not be written ({error.strerror}): name another file"
-        ) from None
+        raise OSError(f"--out: {path} can not be written ({error.strerror}): name another file") from None
 
 
 def _check_installed() -> None:

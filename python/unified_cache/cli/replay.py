@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unified_cache._native import PrefixTree
-from unified_cache.errors import ArgumentError, TraceError
+from unified_cache.errors import ArgumentError
 from unified_cache.replay import Settings, read_trace, replay
 from unified_cache.replay.traces import MAX_LENGTH
 
@@ -91,15 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        _replay(arguments)
-    except (ArgumentError, TraceError, OSError) as error:
-        print(f"unified-cache: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _replay(arguments: argparse.Namespace) -> None:
     if not arguments.traces:
         raise ArgumentError("replay needs a trace: unified-cache replay TRACE.jsonl (see --help)")
     if not 1 <= arguments.block_size <= MAX_LENGTH:
@@ -122,6 +113,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     with _bar(sum(len(trace) for trace in traces), shown) as progress:
         report = replay(traces, settings, progress=progress)
     print(json.dumps(report.to_json()) if arguments.json else report.to_text())
+    return 0
 
 
 def _page_size(arguments: argparse.Namespace) -> int | None:
@@ -149,6 +141,7 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[int], object] | None]:
     try:
         tqdm = importlib.import_module("tqdm") if shown else None
     except ImportError:
+        print("unified-cache: pip install 'unified-cache[cli]' shows a progress bar here", file=sys.stderr)
         tqdm = None
     if tqdm is None:
         yield None

@@ -30,6 +30,8 @@ __all__ = ["Prefetch", "StorageLink"]
 
 # Nodes remembered because they could not be stored; past that all are forgotten.
 _MOST_UNSTORED = 65536
+# Prefetches under way, those of requests that have ended included: storage that hangs must not pile them up.
+_MOST_PREFETCHES = 256
 
 
 class Prefetch:
@@ -208,6 +210,9 @@ class StorageLink:
     ) -> Prefetch | None:
         """Look in storage for whole pages of `tokens`, which begin where `anchor` ends."""
         if len(tokens) < max(self._config.prefetch_threshold, self._config.page_size):
+            return None
+        if len(self._prefetches) >= _MOST_PREFETCHES:
+            self._counters.prefetches_refused += 1
             return None
         parent = None if anchor == self._tree.root else self._tree.page_hashes(anchor)[-1]
         hashes = page_hashes(

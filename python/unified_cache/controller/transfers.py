@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 from unified_cache._native import Ack, BackupPlan, LoadBackPlan, PrefixTree
 from unified_cache.counters import Counters
-from unified_cache.errors import ArgumentError, CapacityError, LockError
-from unified_cache.pools.allocator import PageAllocator, Pages
+from unified_cache.errors import ArgumentError, CapacityError, CopyError, LockError
+from unified_cache.pools.allocator import PageAllocator, Pages, as_count
 
 if TYPE_CHECKING:
     from unified_cache.copies.cpu import CopyHandle, CpuCopyEngine
 
-__all__ = ["Transfers"]
+__all__ = ["MOST_FAILURES", "Transfers"]
+
+# As often may copies fail before whoever waits for them gives up.
+MOST_FAILURES = 100
 
 
 class Transfers:
@@ -51,8 +54,10 @@ class Transfers:
         self._wanted: dict[int, None] = {}
         self._acks: dict[CopyHandle, Ack] = {}
         self._loads: dict[Ack, CopyHandle] = {}
-        # Loads that have failed before: their order is not that of their acks any more.
-        self._retried: set[Ack] = set()
+        # Copies that failed while their nodes were in use: to be tried again, and how often each has failed.
+        # The order of these loads is not that of their acks any more.
+        self._failed: list[CopyHandle] = []
+        self._failures: dict[Ack, int] = {}
         # Device pages that come free with the acks of write-backs.
         self._coming: dict[CopyHandle, int] = {}
 
@@ -80,7 +85,7 @@ class Transfers:
     @property
     def troubled(self) -> bool:
         """A load has failed and was not taken back: waiting for the youngest one is not enough."""
-        return bool(self._retried) or any(handle.error is not None for handle in self._loads.values())
+        return bool(self._failures) or any(handle.error is not None for handle in self._loads.values())
 
     # Device to host
 
@@ -140,6 +145,7 @@ class Transfers:
         if self._host is not None:
             # Room is made below, when it is known how much is needed: victims go whole, so that can be more.
             host_room = self._host.free_pages + self._tree.host_tokens // self._tree.page_size
+        num_pages = min(as_count(num_pages, "num_pages"), self._device.num_pages)
         evicted = self._tree.evict(num_pages, host_room=host_room)
         self._device.free(evicted.device_pages)
         if self._host is not None:
@@ -178,9 +184,10 @@ class Transfers:
         and those of nodes that can not be evicted before their backup has ended.
 
         Raises:
-            ArgumentError: a negative number.
+            ArgumentError: not an integer, or a negative one.
             CapacityError: there is no room; nothing is lost.
         """
+        num_pages = as_count(num_pages, "num_pages")
         if num_pages > self._device.free_pages:
             self._make_room(num_pages)
         return self._device.alloc(num_pages)
@@ -189,6 +196,7 @@ class Transfers:
         # Wanted backups first: an eviction now would delete what is about to be safe on host.
         self.start_backups()
         self.take_done()
+        limit = self._counters.failed_copies + MOST_FAILURES
         while self._short(num_pages) > self._tree.evictable_tokens // self._tree.page_size:
             if not self.take_done(wait=True):
                 raise self._no_room(num_pages)
@@ -196,7 +204,8 @@ class Transfers:
             lacking = self._short(num_pages) - sum(self._coming.values())
             if lacking > 0 and self.evict(lacking) > 0:
                 continue
-            if not self.take_done(wait=True):
+            # A write-back that fails is taken back, and may be the victim again.
+            if self._counters.failed_copies >= limit or not self.take_done(wait=True):
                 raise self._no_room(num_pages)
 
     def _short(self, num_pages: int) -> int:
@@ -226,58 +235,88 @@ class Transfers:
 
     # Acks
 
-    def take_done(self, *, wait: bool = False) -> bool:
-        """Tell the tree of the copies that have ended; True if any is settled now.
+    def take_done(self, *, wait: bool = False, timeout: float | None = None) -> bool:
+        """Tell the tree of the copies that have ended; False if none has.
 
         Args:
             wait: if none has, but some are running, wait for one.
+            timeout: seconds that the wait may take; None: no limit.
         """
         if self._copies is None or not self._acks:
             return False
-        settled = False
-        for handle in self._copies.take_done(wait=wait):
+        ended = self._copies.take_done(wait=wait, timeout=timeout)
+        for handle in ended:
             self._coming.pop(handle, None)
             if handle.error is None:
                 self._finish(handle)
-                settled = True
-            else:
-                self._counters.failed_copies += 1
-                settled |= self._cancel_or_retry(handle)
-        return settled
+                continue
+            self._counters.failed_copies += 1
+            if not self._take_back(handle):
+                ack = self._acks[handle]
+                self._failures[ack] = self._failures.get(ack, 0) + 1
+                self._failed.append(handle)
+        return bool(ended)
+
+    def retry(self, most_failures: int | None = None) -> None:
+        """Take back what has failed if nobody uses it any more, or else copy it once more.
+
+        Args:
+            most_failures: leave alone what has failed so often; None: no limit.
+        """
+        if not self._failed or self._copies is None:
+            return
+        failed, self._failed = self._failed, []
+        for handle in failed:
+            if self._take_back(handle):
+                continue
+            if most_failures is not None and self._failures[self._acks[handle]] >= most_failures:
+                self._failed.append(handle)
+                continue
+            submit = self._copies.submit_load if handle.direction == "load" else self._copies.submit_backup
+            again = submit(handle.device_pages, handle.host_pages)
+            self._acks[again] = ack = self._acks.pop(handle)
+            if handle.direction == "load":
+                self._loads[ack] = again
+
+    def stuck(self, most_failures: int) -> CopyError | None:
+        """The error of a copy that failed so often, if nothing but such copies is left."""
+        if self._wanted or not self._failed or len(self._failed) < len(self._acks):
+            return None
+        if any(self._failures[self._acks[handle]] < most_failures for handle in self._failed):
+            return None
+        handle = self._failed[0]
+        return CopyError(
+            f"the {handle.direction} copy of {len(handle.device_pages)} pages failed "
+            f"{self._failures[self._acks[handle]]} times: {handle.error}"
+        )
 
     def _finish(self, handle: CopyHandle) -> None:
         ack = self._acks.pop(handle)
+        self._failures.pop(ack, None)
         if handle.direction == "load":
             self._tree.finish_load_back(ack)
             del self._loads[ack]
-            self._retried.discard(ack)
             return
         done = self._tree.finish_backup(ack)
         self._device.free(done.device_pages)
         self._counters.evicted_device_pages += len(done.device_pages)
         self._backed_up(done.nodes)
 
-    def _cancel_or_retry(self, handle: CopyHandle) -> bool:
-        """Take a failed copy back, or copy once more if its nodes are in use; True if it is settled."""
+    def _take_back(self, handle: CopyHandle) -> bool:
+        """Tell the tree that a copy failed; False if its nodes are in use, so that it has to be repeated."""
         assert self._host is not None
-        assert self._copies is not None
-        ack = self._acks.pop(handle)
+        ack = self._acks[handle]
         try:
+            # If it refuses, the tree still has the pages of both tiers locked for this ack.
             if handle.direction == "load":
                 self._device.free(self._tree.cancel_load_back(ack))
                 del self._loads[ack]
             else:
                 self._host.free(self._tree.cancel_backup(ack))
         except LockError:
-            # The tree still has the pages of both tiers locked for this ack.
-            submit = self._copies.submit_load if handle.direction == "load" else self._copies.submit_backup
-            again = submit(handle.device_pages, handle.host_pages)
-            self._acks[again] = ack
-            if handle.direction == "load":
-                self._loads[ack] = again
-                self._retried.add(ack)
             return False
-        self._retried.discard(ack)
+        del self._acks[handle]
+        self._failures.pop(ack, None)
         return True
 
     def cancel(self) -> None:
@@ -287,5 +326,6 @@ class Transfers:
         self._wanted.clear()
         self._acks.clear()
         self._loads.clear()
-        self._retried.clear()
+        self._failed.clear()
+        self._failures.clear()
         self._coming.clear()

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from unified_cache._torch import torch
-from unified_cache.errors import ArgumentError, CopyError
+from unified_cache.errors import ArgumentError, ClosedError, CopyError
 from unified_cache.pools.allocator import Pages
 from unified_cache.pools.device import MhaDevicePool
 from unified_cache.pools.host import MhaHostPool
@@ -36,6 +36,7 @@ class CopyHandle:
         self.device_pages = device_pages
         self.host_pages = host_pages
         self.error: Exception | None = None
+        self.begun = False
         self._ended = threading.Event()
 
     @property
@@ -48,8 +49,11 @@ class CopyHandle:
 
         Raises:
             CopyError: the copy failed.
+            ClosedError: the engine was closed before the copy began.
         """
         self._ended.wait()
+        if isinstance(self.error, ClosedError):
+            raise self.error
         if self.error is not None:
             raise CopyError(
                 f"the {self.direction} copy of {len(self.device_pages)} pages failed: {self.error}"
@@ -68,6 +72,7 @@ class CpuCopyEngine:
         self._host = host
         self._ended: queue.SimpleQueue[CopyHandle] = queue.SimpleQueue()
         self._running = 0
+        self._open: set[CopyHandle] = set()  # submitted, and their end was not taken yet
         self._workers = {
             "backup": Worker("unified-cache backup copies"),
             "load": Worker("unified-cache load copies"),
@@ -86,25 +91,31 @@ class CpuCopyEngine:
         """Copy host pages to device pages, one by one in the order given."""
         return self._submit(CopyHandle("load", device_pages, host_pages))
 
-    def take_done(self, *, wait: bool = False) -> list[CopyHandle]:
+    def take_done(self, *, wait: bool = False, timeout: float | None = None) -> list[CopyHandle]:
         """The submissions that have ended since the last call.
 
         Args:
             wait: if none has, but some are running, wait for one.
+            timeout: seconds that the wait may take; None: no limit.
         """
         taken: list[CopyHandle] = []
         while self._running:
             try:
-                taken.append(self._ended.get(block=wait and not taken))
+                taken.append(self._ended.get(wait and not taken, timeout))
             except queue.Empty:
                 break
             self._running -= 1
+        self._open.difference_update(taken)
         return taken
 
     def close(self) -> None:
-        """End the threads; submissions that have not begun never end. More than once is fine."""
+        """End the threads; submissions that have not begun end with an error. More than once is fine."""
         for worker in self._workers.values():
             worker.close()
+        for handle in self._open:
+            if not handle.begun:
+                handle._end(ClosedError("the cache was closed before this copy began"))
+        self._open.clear()
 
     def _submit(self, handle: CopyHandle) -> CopyHandle:
         if len(handle.device_pages) != len(handle.host_pages):
@@ -113,10 +124,12 @@ class CpuCopyEngine:
                 "a copy needs as many of the one as of the other"
             )
         self._running += 1
+        self._open.add(handle)
         self._workers[handle.direction].submit(partial(self._run, handle))
         return handle
 
     def _run(self, handle: CopyHandle) -> None:
+        handle.begun = True
         error = None
         try:
             if handle.direction == "backup":

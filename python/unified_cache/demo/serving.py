@@ -140,6 +140,7 @@ class Server:
             write_policy=setup.write_policy,
             hicache_ratio=HOST_RATIO,
             storage=folder if setup.storage else None,
+            model="demo",
             prefetch_policy="wait_complete",
             prefetch_threshold=PAGE_SIZE,
         )

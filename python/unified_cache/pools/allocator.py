@@ -1,5 +1,6 @@
 """Which pages of a pool are free."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,36 @@ import numpy.typing as npt
 
 from unified_cache.errors import ArgumentError, CapacityError, InvariantError
 
-__all__ = ["PageAllocator", "Pages"]
+__all__ = ["PageAllocator", "Pages", "as_count"]
 
 Pages = npt.NDArray[np.uint32]
+
+
+def as_count(value: Any, name: str) -> int:
+    """A number of pages or tokens as a plain integer: a numpy integer would wrap in a subtraction.
+
+    Raises:
+        ArgumentError: not an integer, or a negative one.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ArgumentError(f"{name} must be an integer >= 0, not {value!r}")
+    return count
+
+
+def _as_array(pages: Any) -> npt.NDArray[Any]:
+    try:
+        given = np.asarray(pages)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"pages must be one-dimensional integers: {error}") from None
+    if given.size == 0:
+        return np.empty(0, np.uint32)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise ArgumentError(f"pages must be one-dimensional integers, not {given.dtype} {given.shape}")
+    return given
 
 
 class PageAllocator:
@@ -43,11 +71,10 @@ class PageAllocator:
         """Take `count` pages, in an array of their own.
 
         Raises:
-            ArgumentError: a negative count.
+            ArgumentError: not an integer, or a negative one.
             CapacityError: fewer are free.
         """
-        if count < 0:
-            raise ArgumentError(f"number of pages must be >= 0, not {count}")
+        count = as_count(count, "count")
         if count > self._free:
             raise CapacityError(
                 f"{count} {self._tier} pages asked for, {self._free} of {self.num_pages} are free"
@@ -64,26 +91,39 @@ class PageAllocator:
             ArgumentError: a page that is not in the pool, is free already, or is listed twice; nothing
                 has changed then.
         """
-        given = np.asarray(pages)
-        if given.size == 0:
-            return
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise ArgumentError(f"pages must be one-dimensional integers, not {given.dtype} {given.shape}")
+        given = self._in_use(_as_array(pages), "is free already", "is given back twice in one call")
+        self._used[given] = False
+        # The page given back last is handed out first: it is the likeliest to be in a processor's cache.
+        self._stack[self._free : self._free + given.size] = given
+        self._free += given.size
+
+    def require_used(self, pages: Any, first: int = 0) -> None:
+        """Check that these pages were handed out.
+
+        Args:
+            pages: the ids.
+            first: how many at the front are not looked at.
+
+        Raises:
+            ArgumentError: a page that is not in the pool, is free, or is listed twice.
+        """
+        self._in_use(
+            _as_array(pages)[first:], "was not handed out: it is free", "is listed twice in one call"
+        )
+
+    def _in_use(self, given: npt.NDArray[Any], if_free: str, if_twice: str) -> npt.NDArray[Any]:
         outside = (given < 0) | (given >= self.num_pages)
         if outside.any():
             page = given[outside][0]
             raise ArgumentError(f"{self._tier} page {page} is not in 0..{self.num_pages - 1}")
         unused = ~self._used[given]
         if unused.any():
-            raise ArgumentError(f"{self._tier} page {given[unused][0]} is free already")
+            raise ArgumentError(f"{self._tier} page {given[unused][0]} {if_free}")
         ordered = np.sort(given)
         twice = ordered[1:] == ordered[:-1]
         if twice.any():
-            raise ArgumentError(f"{self._tier} page {ordered[1:][twice][0]} is given back twice in one call")
-        self._used[given] = False
-        # The page given back last is handed out first: it is the likeliest to be in a processor's cache.
-        self._stack[self._free : self._free + given.size] = given
-        self._free += given.size
+            raise ArgumentError(f"{self._tier} page {ordered[1:][twice][0]} {if_twice}")
+        return given
 
     def reset(self) -> None:
         """Take every page back, whoever owns it."""

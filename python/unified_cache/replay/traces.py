@@ -13,7 +13,6 @@ import gzip
 import importlib
 import json
 import lzma
-import math
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ __all__ = ["Trace", "read_trace"]
 BLOCK_SIZE = 512
 MAX_LENGTH = 2**32 - 1
 MAX_ID = 2**64 - 1
+MAX_TIMESTAMP = 1e18
 
 _MAGIC_GZIP = b"\x1f\x8b"
 _MAGIC_XZ = b"\xfd7zXZ\x00"
@@ -168,8 +168,8 @@ def _request(line: bytes, block_size: int) -> tuple[float, int, int, list[int]]:
     if missing:
         raise ValueError(f"has no {missing[0]}")
     timestamp = request["timestamp"]
-    if type(timestamp) not in (int, float) or not 0 <= timestamp < math.inf:
-        raise ValueError(f"timestamp is {_show(timestamp)}, needed are milliseconds, 0 or more")
+    if type(timestamp) not in (int, float) or not 0 <= timestamp <= MAX_TIMESTAMP:
+        raise ValueError(f"timestamp is {_show(timestamp)}, needed are milliseconds, 0 to {MAX_TIMESTAMP:g}")
     length = _whole("input_length", request["input_length"], 1, MAX_LENGTH)
     output = _whole("output_length", request["output_length"], 0, MAX_LENGTH)
     blocks = request["hash_ids"]

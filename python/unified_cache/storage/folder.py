@@ -1,14 +1,15 @@
 """A folder as storage: a file for each page, ``<root>/<2 digits>/<2 digits>/<key>``.
 
-Several processes may use one folder. A file gets its name only when it is complete and on disk.
+Several processes may use one folder. A file gets its name only when it is complete and on disk. Files whose
+names are not of the kind that is given here are somebody else's: they are neither counted nor removed.
 """
 
 import contextlib
 import os
-import shutil
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -19,27 +20,34 @@ from unified_cache.storage.page_format import (
     PageDamagedError,
     UnknownVersionError,
     check_page,
+    check_version,
     make_header,
 )
 
 __all__ = ["FolderStore", "folder_of"]
 
+_TEMPORARY = ".unified-cache-tmp"
+_TEMPORARY_NAME = re.compile(r"[0-9a-f]{32}")
+_DIGITS = re.compile(r"[0-9a-f]{2}")
+_KEY = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
 # A temporary file that old was left behind by a process that died; a younger one may still be written.
 _STALE_SECONDS = 3600.0
 
 
-def folder_of(storage: str) -> Path:
+def folder_of(storage: str | os.PathLike[str]) -> Path:
     """The folder that the setting `storage` names, a path or ``file:///path``.
 
     Raises:
         StorageError: a URL of another kind.
     """
+    storage = os.fspath(storage)
     if "://" not in storage:
         return Path(storage)
     parts = urlsplit(storage)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
+    path = unquote(parts.path)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not path or "\0" in path:
         raise StorageError(f"storage must be a folder's path or file:///path, not {storage!r}")
-    return Path(unquote(parts.path))
+    return Path(path)
 
 
 def _read_whole(file: int, header: bytearray, view: memoryview) -> None:
@@ -54,6 +62,14 @@ def _read_whole(file: int, header: bytearray, view: memoryview) -> None:
         if got == 0:
             raise PageDamagedError("the file became shorter")
         done += got
+
+
+def _entries(folder: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder under such a name; nothing if the folder is gone."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if name.fullmatch(entry.name):
+                yield entry
 
 
 def _write_whole(file: int, header: bytes, view: memoryview) -> None:
@@ -72,7 +88,7 @@ class FolderStore(Store):
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._temporary = root / "tmp"
+        self._temporary = root / _TEMPORARY
         self._closed = False
         try:
             self._temporary.mkdir(parents=True, exist_ok=True)
@@ -88,11 +104,11 @@ class FolderStore(Store):
 
     def _sweep(self) -> None:
         limit = time.time() - _STALE_SECONDS
-        for path in self._temporary.iterdir():
+        for entry in _entries(self._temporary, _TEMPORARY_NAME):
             # Another process may sweep at the same time.
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < limit:
-                    path.unlink()
+                if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime < limit:
+                    os.unlink(entry)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -124,6 +140,7 @@ class FolderStore(Store):
             return PageStatus.ERROR
         try:
             if os.fstat(file).st_size != HEADER_BYTES + view.nbytes:
+                check_version(os.pread(file, HEADER_BYTES, 0))
                 raise PageDamagedError("the file's size")
             header = bytearray(HEADER_BYTES)
             _read_whole(file, header, view)
@@ -168,7 +185,12 @@ class FolderStore(Store):
 
     def _write(self, key: str, view: memoryview) -> tuple[int, str]:
         path = os.path.join(self._temporary, uuid.uuid4().hex)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            file = os.open(path, flags, 0o644)
+        except FileNotFoundError:  # somebody has removed the folder
+            os.makedirs(self._temporary, exist_ok=True)
+            file = os.open(path, flags, 0o644)
         try:
             _write_whole(file, make_header(key, view), view)
         except BaseException:
@@ -187,27 +209,34 @@ class FolderStore(Store):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             os.rename(temporary, path)
 
-    def _pages(self) -> list[os.DirEntry[str]]:
-        found = []
-        for first in os.scandir(self._root):
-            if first.is_dir() and len(first.name) == 2:
-                for second in os.scandir(first.path):
-                    if second.is_dir():
-                        found += [entry for entry in os.scandir(second.path) if entry.is_file()]
-        return found
+    def _pages(self) -> Iterator[os.DirEntry[str]]:
+        for first in _entries(self._root, _DIGITS):
+            if not first.is_dir():
+                continue
+            for second in _entries(first.path, _DIGITS):
+                if not second.is_dir():
+                    continue
+                for entry in _entries(second.path, _KEY):
+                    if entry.name.startswith(first.name + second.name) and entry.is_file(
+                        follow_symlinks=False
+                    ):
+                        yield entry
 
     def clear(self) -> None:
         """Forget every page, of every model that uses the folder."""
         self._check_open()
-        for entry in os.scandir(self._root):
-            if entry.is_dir() and len(entry.name) == 2:
-                shutil.rmtree(entry.path, ignore_errors=True)
+        for entry in list(self._pages()):
+            with contextlib.suppress(OSError):
+                os.unlink(entry)
 
     def stats(self) -> dict[str, int]:
         """Plain numbers: `pages` and `bytes`, headers included. Looks at every file."""
         self._check_open()
-        pages = self._pages()
-        return {"pages": len(pages), "bytes": sum(entry.stat().st_size for entry in pages)}
+        sizes = []
+        for entry in self._pages():
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(entry.stat().st_size)
+        return {"pages": len(sizes), "bytes": sum(sizes)}
 
     def close(self) -> None:
         """From now on every other call is a `ClosedError`; more than once is fine."""

@@ -3,10 +3,19 @@
 import struct
 import zlib
 
-__all__ = ["HEADER_BYTES", "VERSION", "PageDamagedError", "UnknownVersionError", "check_page", "make_header"]
+__all__ = [
+    "HEADER_BYTES",
+    "VERSION",
+    "PageDamagedError",
+    "UnknownVersionError",
+    "check_page",
+    "check_version",
+    "make_header",
+]
 
 # magic, version, header bytes, checksum, payload bytes, key; little-endian, zeros up to HEADER_BYTES.
 _HEADER = struct.Struct("<4sHHIQ160s")
+_START = struct.Struct("<4sH")  # the same in every version
 _MAGIC = b"UCPG"
 VERSION = 1
 HEADER_BYTES = 192
@@ -38,22 +47,35 @@ def make_header(key: str, payload: memoryview) -> bytes:
     return header[: _SUM.start] + checksum + header[_SUM.stop :]
 
 
+def check_version(start: bytes) -> None:
+    """Return if a file that begins like this is a page of this version.
+
+    Raises:
+        UnknownVersionError: a page of another version: nothing else can be said of it.
+        PageDamagedError: no page.
+    """
+    if len(start) < _START.size:
+        raise PageDamagedError(f"{len(start)} bytes")
+    magic, version = _START.unpack_from(start)
+    if magic != _MAGIC:
+        raise PageDamagedError(f"magic {magic!r}")
+    if version != VERSION:
+        raise UnknownVersionError(f"version {version}")
+
+
 def check_page(key: str, header: bytes, payload: memoryview) -> None:
     """Return if header and payload are the page `key`.
 
     Raises:
-        UnknownVersionError: a sound page, but of a version that this code does not know.
+        UnknownVersionError: a page of a version that this code does not know.
         PageDamagedError: anything else.
     """
     if len(header) != HEADER_BYTES:
         raise PageDamagedError(f"header of {len(header)} bytes")
-    magic, version, header_bytes, checksum, length, name = _HEADER.unpack_from(header)
-    if magic != _MAGIC:
-        raise PageDamagedError(f"magic {magic!r}")
+    check_version(header)
+    _, _, header_bytes, checksum, length, name = _HEADER.unpack_from(header)
     if checksum != _checksum(header, payload):
         raise PageDamagedError("checksum")
-    if version != VERSION:
-        raise UnknownVersionError(f"version {version}")
     if header_bytes != HEADER_BYTES or length != payload.nbytes:
         raise PageDamagedError(f"{length} bytes after a header of {header_bytes}")
     if name.rstrip(b"\0") != key.encode("ascii"):
