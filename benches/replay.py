@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from machine import machine
 
 import unified_cache
 from unified_cache.replay import Settings, Trace, read_trace, replay
@@ -53,15 +53,6 @@ def looked_up(trace: Trace) -> float:
     for block in ids:
         known[block]
     return time.perf_counter() - begin
-
-
-def machine() -> str:
-    model = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
 
 
 def main() -> int:

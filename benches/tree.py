@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import machine
 
 import unified_cache
 from unified_cache import PrefixTree, page_hashes
@@ -359,15 +359,6 @@ ROWS = [
     Row("page digests, page 64", "ns/token", 3.1, digests, peer_digests),
     Row("memory, page 64, 512-token nodes", "B/token", 6, memory),
 ]
-
-
-def machine() -> str:
-    model = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
 
 
 def main() -> int:

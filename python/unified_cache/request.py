@@ -279,15 +279,8 @@ class Request:
         lock = cache.tree.inc_lock_ref(inserted.node)
         self._unlock()
         self._device_lock = lock
-        if len(inserted.duplicate_pages) > 0:
-            # Somebody else may just be loading what we have computed, and we hold their pages now.
-            peeked = cache.tree.peek_prefix(
-                self._tokens[: whole * self._page_size],
-                extra_key=self._extra_key,
-                cache_salt=self._cache_salt,
-                include_evicted=False,
-            )
-            self._load = cache._transfers.load_of(peeked.pending_ack) or self._load
+        # Somebody else may just be loading what we have computed, and we hold their pages now.
+        self._load = cache._transfers.load_of(inserted.pending_ack) or self._load
 
     # The end
 
