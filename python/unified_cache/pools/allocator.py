@@ -41,8 +41,22 @@ def _as_array(pages: Any) -> npt.NDArray[Any]:
     return given
 
 
+def _as_mark(mark: Any) -> int:
+    try:
+        number = operator.index(mark)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**64:
+        raise ArgumentError(f"mark must be an integer in 0..{2**64 - 1}, not {mark!r}")
+    return number
+
+
 class PageAllocator:
     """Hands out page ids and takes them back; ``free_pages + used_pages == num_pages`` at any time.
+
+    A page carries the *mark* that it was freed under: a number that the caller gives to a moment in the
+    engine's computing. Whoever takes pages can ask what the newest mark of them is, and wait for that
+    moment before it writes to them.
 
     Args:
         num_pages: size of the pool.
@@ -53,7 +67,10 @@ class PageAllocator:
         self.num_pages = num_pages
         self._tier = tier
         self._stack = np.empty(num_pages, np.uint32)
-        self._used = np.empty(num_pages, np.bool_)
+        self._used = np.zeros(num_pages, np.bool_)
+        self._marks = np.zeros(num_pages, np.uint64)
+        self._any_mark = False  # until the first one, frees need not write them
+        self._seen_at = np.zeros(num_pages, np.uint32)  # scratch of `_in_use`
         self._free = 0
         self.reset()
 
@@ -81,21 +98,36 @@ class PageAllocator:
             )
         self._free -= count
         pages = self._stack[self._free : self._free + count][::-1].copy()
-        self._used[pages] = True
+        self._used[pages.astype(np.intp)] = True
         return pages
 
-    def free(self, pages: npt.NDArray[Any] | Sequence[int]) -> None:
+    def free(self, pages: npt.NDArray[Any] | Sequence[int], mark: int = 0) -> None:
         """Give pages back.
 
+        Args:
+            pages: the ids.
+            mark: the moment after which nobody reads or writes them any more; 0: nobody does now.
+
         Raises:
-            ArgumentError: a page that is not in the pool, is free already, or is listed twice; nothing
-                has changed then.
+            ArgumentError: a page that is not in the pool, is free already, or is listed twice, or a mark
+                outside 0..2**64 - 1; nothing has changed then.
         """
+        mark = _as_mark(mark)
         given = self._in_use(_as_array(pages), "is free already", "is given back twice in one call")
         self._used[given] = False
         # The page given back last is handed out first: it is the likeliest to be in a processor's cache.
         self._stack[self._free : self._free + given.size] = given
         self._free += given.size
+        self._stamp(given, mark)
+
+    def newest_mark(self, pages: npt.NDArray[Any] | Sequence[int]) -> int:
+        """The largest mark that any of these pages was last freed under; 0 if none has one.
+
+        Raises:
+            ArgumentError: a page that is not in the pool.
+        """
+        given = self._in_pool(_as_array(pages))
+        return int(self._marks[given].max(initial=0)) if self._any_mark else 0
 
     def require_used(self, pages: Any, first: int = 0) -> None:
         """Check that these pages were handed out.
@@ -111,25 +143,28 @@ class PageAllocator:
             _as_array(pages)[first:], "was not handed out: it is free", "is listed twice in one call"
         )
 
-    def _in_use(self, given: npt.NDArray[Any], if_free: str, if_twice: str) -> npt.NDArray[Any]:
-        outside = (given < 0) | (given >= self.num_pages)
-        if outside.any():
-            page = given[outside][0]
-            raise ArgumentError(f"{self._tier} page {page} is not in 0..{self.num_pages - 1}")
-        unused = ~self._used[given]
-        if unused.any():
-            raise ArgumentError(f"{self._tier} page {given[unused][0]} {if_free}")
-        ordered = np.sort(given)
-        twice = ordered[1:] == ordered[:-1]
-        if twice.any():
-            raise ArgumentError(f"{self._tier} page {ordered[1:][twice][0]} {if_twice}")
-        return given
+    def reset(self, keep: npt.NDArray[Any] | Sequence[int] | None = None, mark: int = 0) -> None:
+        """Take every page back, whoever owns it, but those in `keep`.
 
-    def reset(self) -> None:
-        """Take every page back, whoever owns it."""
-        self._stack[:] = np.arange(self.num_pages, dtype=np.uint32)[::-1]
+        Args:
+            keep: pages that stay used until they are freed, such as those of a copy that is still under way.
+            mark: as in `free`, for the pages that become free; those that were free keep theirs.
+
+        Raises:
+            ArgumentError: a page in `keep` that is not in the pool, is free, or is listed twice, or a mark
+                outside 0..2**64 - 1; nothing has changed then.
+        """
+        mark = _as_mark(mark)
+        kept = self._in_use(
+            _as_array([] if keep is None else keep), "can not be kept: it is free", "is to be kept twice"
+        )
+        self._used[kept] = False
+        self._stamp(np.flatnonzero(self._used), mark)
         self._used[:] = False
-        self._free = self.num_pages
+        self._used[kept] = True
+        self._free = self.num_pages - kept.size
+        # The lowest page is handed out first.
+        self._stack[: self._free] = np.flatnonzero(~self._used)[::-1]
 
     def check(self) -> None:
         """Compare the free list with the marks of the used pages.
@@ -142,3 +177,31 @@ class PageAllocator:
             raise InvariantError(f"a {self._tier} page is in the free list twice")
         if self._used[free].any() or int(self._used.sum()) != self.used_pages:
             raise InvariantError(f"free + used {self._tier} pages are not {self.num_pages}")
+
+    def _stamp(self, pages: npt.NDArray[np.intp], mark: int) -> None:
+        if mark or self._any_mark:
+            self._marks[pages] = mark
+            self._any_mark = True
+
+    def _in_pool(self, given: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+        # numpy indexes with intp: turned into it once, not at each use.
+        index = given.astype(np.intp)
+        # As unsigned numbers the negative ones are too large as well.
+        if index.size and index.view(np.uintp).max() >= self.num_pages:
+            page = given[index.view(np.uintp) >= self.num_pages][0]
+            raise ArgumentError(f"{self._tier} page {page} is not in 0..{self.num_pages - 1}")
+        return index
+
+    def _in_use(self, given: npt.NDArray[Any], if_free: str, if_twice: str) -> npt.NDArray[np.intp]:
+        index = self._in_pool(given)
+        used = self._used[index]
+        if np.count_nonzero(used) != index.size:
+            raise ArgumentError(f"{self._tier} page {index[~used][0]} {if_free}")
+        if index.size > 1:
+            # Each page gets its place in the list: of one that is listed twice, only one place is left.
+            places = np.arange(index.size, dtype=np.uint32)
+            self._seen_at[index] = places
+            single = self._seen_at[index] == places
+            if np.count_nonzero(single) != index.size:
+                raise ArgumentError(f"{self._tier} page {index[~single][0]} {if_twice}")
+        return index
