@@ -8,10 +8,10 @@ from typing import Literal
 
 from unified_cache._native import PrefixTree
 from unified_cache.errors import ArgumentError
+from unified_cache.pools.layouts import HOST_LAYOUTS
 
 __all__ = ["HOST_LAYOUTS", "PREFETCH_POLICIES", "CacheConfig"]
 
-HOST_LAYOUTS = ("page_first",)
 PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", None)
 

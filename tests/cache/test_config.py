@@ -24,7 +24,7 @@ from unified_cache.pools.device import MhaDevicePool
         ({"hicache_ratio": 0}, ["hicache_ratio", "> 0"]),
         ({"hicache_ratio": float("nan")}, ["hicache_ratio", "nan"]),
         ({"hicache_size": -1}, ["hicache_size", "> 0", "-1"]),
-        ({"host_layout": "layer_first"}, ["host_layout", "'page_first'", "'layer_first'"]),
+        ({"host_layout": "rows"}, ["host_layout", "'page_first'", "'layer_first'", "'rows'"]),
         ({"eviction_policy": "clock"}, ["eviction_policy", "lru", "slru", "clock"]),
         ({"policy_options": {"speed": 1}}, ["speed"]),
         ({"load_back_threshold": -1}, ["load_back_threshold", ">= 0", "-1"]),

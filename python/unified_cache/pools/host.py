@@ -1,17 +1,27 @@
-"""The host pool: pages in CPU memory, one page contiguous."""
+"""The host pool: pages in CPU memory, in one of the host layouts."""
 
-import mmap
-from typing import Final
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from unified_cache._torch import torch
-from unified_cache.errors import ArgumentError
-from unified_cache.pools.device import MhaDevicePool
+from unified_cache.errors import ArgumentError, ClosedError
+from unified_cache.pools.checks import MOST_PAGES, require_integer
+from unified_cache.pools.device import DevicePool
+from unified_cache.pools.host_memory import HostMemory, MappedMemory
+from unified_cache.pools.layouts import host_layout
 from unified_cache.pools.memory import available_bytes
+from unified_cache.pools.pinning import CudaRegistrar, Registrar
+from unified_cache.pools.planes import PoolPlanes
 
-__all__ = ["MhaHostPool", "host_pages_for"]
+__all__ = ["HostPool", "PageBuffers", "host_pages_for"]
 
 
-def host_pages_for(device: MhaDevicePool, ratio: float, size_gb: float | None) -> int:
+def host_pages_for(device: DevicePool, ratio: float, size_gb: float | None) -> int:
     """Pages of a host pool beside `device`, from `hicache_size` in GB if given, else from `hicache_ratio`.
 
     Raises:
@@ -33,39 +43,170 @@ def host_pages_for(device: MhaDevicePool, ratio: float, size_gb: float | None) -
             f"{setting} asks for {needed / 1e9:.3f} GB of memory, {available / 1e9:.3f} GB are available: "
             "make it smaller"
         )
-    if pages >= 2**32:
-        raise ArgumentError(f"{setting} makes {pages} host pages, allowed are at most {2**32 - 1}")
+    if pages > MOST_PAGES:
+        raise ArgumentError(f"{setting} makes {pages} host pages, allowed are at most {MOST_PAGES}")
     return pages
 
 
-class MhaHostPool:
-    """Pages of `device`'s shape in layout page_first: (num_pages, 2, page_size, layers, heads, head_dim).
+@dataclass(frozen=True, slots=True)
+class PageBuffers:
+    """Where the bytes of some pages lie, for transfers without a copy. Valid until the pool is closed.
 
-    The memory is mapped once and never moves.
+    Attributes:
+        addresses: uint64 (pages, pieces).
+        sizes: uint64 (pieces,), in bytes, the same for each page.
     """
 
-    layout: Final = "page_first"
+    addresses: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.uint64]
 
-    def __init__(self, device: MhaDevicePool, num_pages: int) -> None:
+
+class HostPool:
+    """Pages of a device pool's shape in CPU memory, which is mapped once and never moves.
+
+    Args:
+        device_pool: whose pages it takes; nothing of it is kept.
+        num_pages: pages in the pool, at most 2**32 - 1.
+        layout: one of `HOST_LAYOUTS`.
+        memory: how its memory is made; None: `HostMemory()`.
+        registrar: what registers the memory; None: CUDA for a device pool on a CUDA device, else nothing.
+
+    Attributes:
+        num_pages: pages in the pool.
+        page_bytes: bytes of a page, all layers.
+        layout: the layout's name.
+        contiguous_pages: a page is one run of bytes, so there is a `page_view` of it.
+        shape: what a page holds.
+        dtype: element type.
+
+    Raises:
+        ArgumentError: a size or a layout that is not allowed, or more memory than can be mapped.
+        CapacityError: the memory can not be had, or not be registered and must be.
+    """
+
+    def __init__(
+        self,
+        device_pool: DevicePool,
+        num_pages: int,
+        *,
+        layout: str = "page_first",
+        memory: HostMemory | None = None,
+        registrar: Registrar | None = None,
+    ) -> None:
+        require_integer("num_pages", num_pages, 1, MOST_PAGES)
+        order = host_layout(layout)
+        memory = HostMemory() if memory is None else memory
+        if registrar is None and device_pool.device.type == "cuda" and memory.pinned != "off":
+            registrar = CudaRegistrar(device_pool.device)
         self.num_pages = num_pages
-        self.page_bytes = device.page_bytes
-        try:
-            # Private: a child process that writes to it must not change ours.
-            memory = mmap.mmap(-1, num_pages * self.page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ArgumentError(
-                f"{num_pages} host pages of {self.page_bytes} bytes can not be mapped ({error.strerror}): "
-                "make hicache_ratio or hicache_size smaller"
-            ) from None
-        self._bytes = memoryview(memory)
-        raw = torch.frombuffer(memory, dtype=torch.uint8)
-        shape = (num_pages, 2, device.page_size, device.layers)
-        self.data = raw.view(device.dtype).view(*shape, device.heads, device.head_dim)
-        # The same memory as (num_pages, 2, page_size, layers, words): what copies see.
-        self.words = raw.view(device.words.dtype).view(*shape, device.words.shape[-1])
+        self.layout = layout
+        self.contiguous_pages = order.contiguous_pages
+        self.shape = device_pool.shape
+        self.dtype = device_pool.dtype
+        self.page_bytes = self.shape.page_bytes
+        mapped = MappedMemory(
+            num_pages * self.page_bytes,
+            memory,
+            unit=self.page_bytes if order.contiguous_pages else 1,
+            registrar=registrar,
+            device=device_pool.device,
+        )
+        flat = torch.frombuffer(mapped.buffer, dtype=torch.uint8).view(self.dtype)
+        elements = self.shape.run_bytes // flat.element_size()
+        self._memory: MappedMemory | None = mapped
+        self._bytes = memoryview(mapped.buffer)
+        self._planes = order.planes(flat, num_pages, self.shape)
+        self._data = flat.view(order.shape(num_pages, self.shape, elements))
+
+    @property
+    def planes(self) -> PoolPlanes:
+        """Where the pages are. Whoever holds them holds the memory, also after `close`."""
+        self._open()
+        return self._planes
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The whole pool, in the shape that its layout is documented with."""
+        self._open()
+        return self._data
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each registration with the GPU, in order; empty if there is none."""
+        return [] if self._memory is None else self._memory.pieces
+
+    @property
+    def registered(self) -> bool:
+        """The GPU may reach the memory by itself."""
+        return bool(self.pieces)
 
     def page_view(self, page: int) -> memoryview:
-        """The bytes of one page, contiguous and writable, without a copy."""
+        """The bytes of one page, contiguous and writable, without a copy.
+
+        Raises:
+            ArgumentError: no such page, or a layout without contiguous pages.
+            ClosedError: the pool was closed.
+        """
+        self._open()
+        if not self.contiguous_pages:
+            raise ArgumentError(
+                f"host_layout={self.layout!r} has no contiguous pages to view: take another layout, "
+                "or get_page_buffers"
+            )
         if not 0 <= page < self.num_pages:
             raise ArgumentError(f"host page {page} is not in 0..{self.num_pages - 1}")
         return self._bytes[page * self.page_bytes : (page + 1) * self.page_bytes]
+
+    def get_page_buffers(self, pages: npt.ArrayLike) -> PageBuffers:
+        """Addresses and sizes of pages, for storage that reads and writes host memory by itself.
+
+        Args:
+            pages: ids.
+
+        Returns:
+            One piece a page; with layer_first one for each layer and part, layers outermost (K of layer 0,
+            V of layer 0, K of layer 1, ...).
+
+        Raises:
+            ArgumentError: not one-dimensional integers, or a page that is not in the pool.
+            ClosedError: the pool was closed.
+        """
+        memory = self._open()
+        given = _page_ids(pages, self.num_pages)
+        if self.contiguous_pages:
+            starts, step, size = np.array([memory.address], np.uint64), self.page_bytes, self.page_bytes
+        else:
+            starts = self._planes.addresses.ravel()
+            step = self._planes.page_stride
+            size = self.shape.tokens * self.shape.heads * self.shape.run_bytes
+        addresses = starts[np.newaxis, :] + given[:, np.newaxis] * np.uint64(step)
+        return PageBuffers(addresses, np.full(len(starts), size, np.uint64))
+
+    def close(self) -> None:
+        """Unregister the memory and let go of it; copies must have ended. Twice is fine.
+
+        Every piece is tried; there is one RuntimeWarning if some can not be unregistered. Views and planes
+        that are still held stay valid, as ordinary memory: it goes with the last of them.
+        """
+        if self._memory is None:
+            return
+        memory, self._memory = self._memory, None
+        del self._bytes, self._planes, self._data
+        memory.close()
+
+    def _open(self) -> MappedMemory:
+        if self._memory is None:
+            raise ClosedError("the host pool was closed")
+        return self._memory
+
+
+def _page_ids(pages: Any, num_pages: int) -> npt.NDArray[np.uint64]:
+    given = np.asarray(pages)
+    if given.size == 0:
+        return np.empty(0, np.uint64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise ArgumentError(f"pages must be one-dimensional integers, not {given.dtype} {given.shape}")
+    outside = (given < 0) | (given >= num_pages)
+    if outside.any():
+        raise ArgumentError(f"host page {given[outside][0]} is not in 0..{num_pages - 1}")
+    return given.astype(np.uint64)

@@ -49,8 +49,8 @@ class PoolPlanes:
     """Where the runs of a pool's pages are: what copies see of it.
 
     Args:
-        tensors: one for each (layer, part), layers outermost, each a view (pages, tokens, heads, elements) with
-            contiguous elements; all on one device, of one dtype, shape and strides.
+        tensors: one for each (layer, part), layers outermost, each a view (pages, tokens, heads, elements)
+            with contiguous elements; all on one device, of one dtype, shape and strides.
         parts: 2 or 1, see `PageShape`.
 
     Attributes:
