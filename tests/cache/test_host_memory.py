@@ -5,6 +5,8 @@ import errno
 import gc
 import mmap
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,6 +323,21 @@ def test_a_forked_child_leaves_its_parent_s_pieces_alone(monkeypatch: pytest.Mon
     memory.close()
     assert [name for name, *_ in registrar.calls] == ["register"]
     assert memory.pieces == []
+
+
+def test_a_process_that_ends_without_close_says_nothing() -> None:
+    code = """
+from unified_cache.pools.host_memory import HostMemory, MappedMemory
+
+class Gone:
+    def register(self, address, size): pass
+    def unregister(self, address): raise OSError("driver shutting down")
+
+memory = MappedMemory(8192, HostMemory(), registrar=Gone())
+assert memory.pieces
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout + done.stderr == ""
 
 
 def test_an_interrupt_leaves_nothing_registered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from typing import Any, Protocol
 
@@ -137,6 +138,8 @@ class Registration:
         failed = []
         if self._process != os.getpid():
             return []  # a forked child: the pieces are its parent's
+        if sys.is_finalizing():
+            return []  # the driver may have gone before, and takes everything with it
         for address, size in reversed(pieces):
             try:
                 self._registrar.unregister(address)
