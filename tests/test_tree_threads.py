@@ -5,6 +5,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,13 @@ def _counted_meanwhile(call: Callable[[], object]) -> int:
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        steps = [functools.partial(sum, range(1_500_000)), counted.__next__, call, counted.__next__]
+        busy = functools.partial(sum, range(1_500_000))
+        steps: list[Callable[[], Any]] = [busy, counted.__next__, call, counted.__next__]
         _, before, _, after = map(operator.call, steps)
     finally:
         stop.set()
         thread.join()
-    return int(after - before - 1)  # type: ignore[operator]
+    return int(after - before - 1)
 
 
 def _lets_others_run(prepare: Callable[[], Callable[[], object]]) -> bool:
