@@ -2,17 +2,13 @@
 
 import importlib.metadata
 import importlib.resources
-import itertools
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
 import unified_cache
-from unified_cache import PrefixTree, errors, page_hashes
+from unified_cache import errors
 
 FAKE_DEBUG_BUILD = """
 import sys, types, warnings
@@ -107,45 +103,3 @@ def test_the_wheel_needs_numpy_and_nothing_else() -> None:
 
 def test_versions_agree() -> None:
     assert unified_cache.__version__ == importlib.metadata.version("unified-cache")
-
-
-@pytest.fixture
-def _patient_threads() -> Iterator[None]:
-    """A thread that waits for the interpreter's lock gets it only if the holder lets go by itself.
-
-    (With the usual interval of 5 ms the holder of a longer call is asked to, and lets go on its return.)
-    """
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(0.3)
-    yield
-    sys.setswitchinterval(usual)
-
-
-def _counted_meanwhile(call: Callable[[], object]) -> int:
-    """How far another thread counts between begin and end of a call."""
-    counted, stop = itertools.count(), threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            next(counted)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        before = next(counted)
-        call()
-        return next(counted) - before - 1
-    finally:
-        stop.set()
-        thread.join()
-
-
-@pytest.mark.usefixtures("_patient_threads")
-def test_long_calls_let_other_threads_run() -> None:
-    tokens = np.arange(1_500_000, dtype=np.uint32)
-    pages = np.arange(len(tokens) // 64, dtype=np.uint32)
-    tree = PrefixTree(64, events=True)
-    assert _counted_meanwhile(lambda: sum(range(1_000_000))) == 0  # what a call that does not looks like
-    assert _counted_meanwhile(lambda: page_hashes(tokens, 64)) > 0
-    assert _counted_meanwhile(lambda: tree.insert(tokens, pages)) > 0
-    assert _counted_meanwhile(tree.check_invariants) > 0

@@ -272,6 +272,7 @@ BAD_CALLS: list[Bad] = [
     ("pin of a dead node", UnknownNodeError, f"{DEAD}", lambda s: s.tree.pin(DEAD)),
     ("load-back of a dead node", UnknownNodeError, f"{DEAD}", lambda s: s.tree.plan_load_back(DEAD)),
     ("info of a dead node", UnknownNodeError, f"{DEAD}", lambda s: s.tree.node_info(DEAD)),
+    ("acks of a dead node", UnknownNodeError, f"{DEAD}", lambda s: s.tree.pending_acks(DEAD)),
     ("hashes of a dead node", UnknownNodeError, f"{DEAD}", lambda s: s.tree.page_hashes(DEAD)),
     ("chain of a dead node", UnknownNodeError, f"{DEAD}", lambda s: s.tree.prefix_hashes(DEAD)),
     (
@@ -431,6 +432,7 @@ def test_without_a_host_tier_its_calls_are_refused(what: str) -> None:
         ({"event_capacity": 0, "events": True}, "event_capacity"),
         ({"event_capacity": -1}, "event_capacity"),
         ({"pin_capacity": -1}, "pin_capacity"),
+        ({"host_order": "first"}, "host_order.*first.*copies_first.*leaves_first"),
     ],
 )
 def test_a_bad_setting_is_refused_with_what_is_allowed(settings: dict[str, Any], words: str) -> None:
@@ -722,6 +724,25 @@ def test_what_waits_for_a_load_back_says_so() -> None:
     plan = tree.plan_load_back(node)
     assert (plan.pages, plan.pending_ack) == (0, ack)
     assert tree.insert([1, 2], [7, 8]).pending_ack == ack
+    below = tree.insert_host(node, [3], [9]).node
+    above = tree.match_prefix([1]).last_device_node
+    second = tree.begin_load_back(tree.plan_load_back(below), [10])
+    waiting = [tree.pending_acks(n) for n in (tree.root, above, node, below)]
+    assert waiting == [[], [ack], [ack], [ack, second]]
     tree.finish_load_back(ack)
     plan.cancel()
     assert tree.insert([1, 2], [7, 8]).pending_ack is None
+    assert tree.pending_acks(below) == [second]
+
+
+def test_what_a_full_host_gives_up_first_can_be_told() -> None:
+    def tree(**settings: Any) -> PrefixTree:
+        made = PrefixTree(1, **settings)
+        both = made.insert([1], [1]).node
+        made.finish_backup(made.begin_backup([both], [11]))
+        made.insert_host(made.root, [2], [12])
+        return made
+
+    orders = ({}, {"host_order": "copies_first"}, {"host_order": "leaves_first"})
+    assert [tree(**order).evict_host(1).host_pages.tolist() for order in orders] == [[11], [11], [12]]
+    assert tree(host_order="leaves_first").evict_host(9).host_pages.tolist() == [12, 11]

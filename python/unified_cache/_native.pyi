@@ -65,6 +65,7 @@ about 20 ns an element.
 
 _Pages: TypeAlias = npt.NDArray[np.uint32]
 _Policy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+_HostOrder: TypeAlias = Literal["copies_first", "leaves_first"]
 
 @final
 class Ack:
@@ -383,6 +384,10 @@ class PrefixTree:
         events: queue an event for every change of a tier.
         event_capacity: events that the queue holds; past that it is replaced by a `Cleared` and the content.
         pin_capacity: positions that pins may cover together; None: no limit.
+        host_order: what `evict_host` takes first: "copies_first", copies of nodes that are on device too, so
+            that the tiers hold different things (for a host tier smaller than the device's);
+            "leaves_first", what only the host holds, so that it remembers what the device will forget next
+            (for a larger one).
 
     A namespace, the pair ``extra_key`` and ``cache_salt``, is part of a prefix's identity: equal tokens in
     different namespaces share nothing. None and ``""`` differ.
@@ -403,6 +408,7 @@ class PrefixTree:
         events: bool = False,
         event_capacity: int = 65536,
         pin_capacity: int | None = None,
+        host_order: _HostOrder = "copies_first",
     ) -> Self:
         """Make an empty tree.
 
@@ -576,7 +582,7 @@ class PrefixTree:
             ArgumentError: a node is listed twice.
         """
     def evict_host(self, num_pages: int) -> HostEvicted:
-        """Free at least `num_pages` host pages if that can be done, copies of nodes on device first.
+        """Free at least `num_pages` host pages if that can be done, in the order that `host_order` says.
 
         Raises:
             ArgumentError: a negative number.
@@ -678,6 +684,13 @@ class PrefixTree:
 
     def node_info(self, node: int) -> NodeInfo:
         """One node, as it is now.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def pending_acks(self, node: int) -> list[Ack]:
+        """The load-backs that fill device pages between the root and the node's end and have not ended, each
+        once, in the order of the path from the root.
 
         Raises:
             UnknownNodeError: `node` is no node.

@@ -30,6 +30,31 @@ impl WritePolicy {
     }
 }
 
+/// Which host copies a full host tier gives up first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostOrder {
+    /// Copies of what is on device too, before what only the host holds: the tiers hold different things. For a
+    /// host that is smaller than the device.
+    CopiesFirst,
+    /// What only the host holds, least wanted first, before copies of what is on device too: the host remembers
+    /// what the device will forget next. For a host that is larger than the device.
+    LeavesFirst,
+}
+
+impl HostOrder {
+    /// All orders with their names.
+    pub const NAMES: [(&'static str, Self); 2] =
+        [("copies_first", Self::CopiesFirst), ("leaves_first", Self::LeavesFirst)];
+
+    /// The order of this name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::NAMES.iter().find(|(known, _)| *known == name).map(|(_, order)| *order).ok_or_else(|| {
+            let names = Self::NAMES.map(|(name, _)| name).join(", ");
+            bad_argument!("host_order is {name:?}, allowed are {names}")
+        })
+    }
+}
+
 /// The settings of a tree.
 #[derive(Clone, Debug)]
 pub struct TreeConfig {
@@ -51,6 +76,8 @@ pub struct TreeConfig {
     pub event_capacity: usize,
     /// Tokens that pins may keep; `None`: no limit.
     pub pin_capacity: Option<u64>,
+    /// Which host copies go first when host room is asked for.
+    pub host_order: HostOrder,
 }
 
 impl Default for TreeConfig {
@@ -65,6 +92,7 @@ impl Default for TreeConfig {
             events: false,
             event_capacity: 65_536,
             pin_capacity: None,
+            host_order: HostOrder::CopiesFirst,
         }
     }
 }

@@ -30,7 +30,7 @@ mod tree;
 /// Names a node. Drawn in sequence, never used again, not even after a reset.
 pub type NodeId = u64;
 
-pub use config::{TreeConfig, WritePolicy};
+pub use config::{HostOrder, TreeConfig, WritePolicy};
 pub use error::Error;
 pub use events::{Event, Tier};
 pub use eviction::{Access, Entry, Key, OptionSpec, OptionValues, Policy, REGISTRY, policy_names};

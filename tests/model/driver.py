@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.model.tree_model import (
+    HOST_ORDERS,
     POLICIES,
     WRITE_POLICIES,
     Cleared,
@@ -53,6 +54,7 @@ class Config:
     events: bool = False
     event_capacity: int = 65536
     pin_capacity: int | None = None
+    host_order: str = "copies_first"
     device_pages: int = 24
     host_pages: int = 16
     big_tokens: bool = False
@@ -70,6 +72,7 @@ class Config:
             "events": self.events,
             "event_capacity": self.event_capacity,
             "pin_capacity": self.pin_capacity,
+            "host_order": self.host_order,
         }
 
 
@@ -106,6 +109,7 @@ def make_config(seed: int, eviction_policy: str) -> Config:
         big_tokens=rng.random() < 0.3,
         take_each=rng.random() < 0.6,
         replica=rng.random() < 0.25,
+        host_order=rng.choice(HOST_ORDERS),
     )
 
 
@@ -244,6 +248,7 @@ def shrink(
         {"event_capacity": 65536},
         {"take_each": True},
         {"pin_capacity": None},
+        {"host_order": "copies_first"},
         {"policy_options": ()},
         {"eviction_policy": "lru", "policy_options": ()},
     ]
@@ -540,6 +545,11 @@ class Driver:
                 except KeyError as error:
                     raise DifferenceError(f"node {node_id} is gone, model has {expected}") from error
                 self._same(f"node {node_id}", got, expected)
+                acks = [
+                    [self._ack_number(side, ack) for ack in self.trees[side].pending_acks(node_id)]
+                    for side in (0, i)
+                ]
+                self._same(f"pending_acks({node_id})", acks[1], acks[0])
 
     def check_everything(self) -> None:
         self.model.check_invariants()
@@ -1200,6 +1210,7 @@ class Driver:
             ("inc_lock_ref", lambda t: t.inc_lock_ref(node)),
             ("inc_host_lock_ref", lambda t: t.inc_host_lock_ref(node)),
             ("node_info", lambda t: t.node_info(node)),
+            ("pending_acks", lambda t: t.pending_acks(node)),
             ("page_hashes", lambda t: t.page_hashes(node)),
             ("prefix_hashes", lambda t: t.prefix_hashes(node)),
             ("plan_load_back", lambda t: t.plan_load_back(node)),

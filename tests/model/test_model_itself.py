@@ -351,6 +351,38 @@ def test_mirrors_go_before_host_leaves() -> None:
     assert tree.device_tokens == 2
 
 
+def test_host_leaves_go_first_where_the_tree_is_told_so() -> None:
+    tree = ModelTree(1, host_order="leaves_first")
+    a = tree.insert([1], [1]).node
+    b = tree.insert([1, 2], [1, 2], prev_prefix_len=1).node
+    tree.finish_backup(tree.begin_backup([a, b], [11, 12]))
+    tree.insert_host(tree.root, [9, 8], [19, 18])
+    assert tree.evict_host(1).host_pages == [18]
+    # when the leaf has gone, mirrors of nodes that stay on device, then one of a device leaf
+    c = tree.insert([5], [5]).node
+    tree.finish_backup(tree.begin_backup([c], [15]))
+    lock = tree.inc_lock_ref(c)
+    assert tree.evict_host(2).host_pages == [19, 15]
+    assert tree.evict_host(9).host_pages == [12, 11]
+    tree.dec_lock_ref(lock)
+    assert (tree.device_tokens, tree.host_tokens) == (3, 0)
+
+
+def test_a_path_names_the_loads_it_waits_for() -> None:
+    tree = ModelTree(1)
+    a = tree.insert([1, 2], [1, 2]).node
+    b = tree.insert([1, 2, 3, 4], [1, 2, 3, 4], prev_prefix_len=2).node
+    tree.finish_backup(tree.begin_backup([a, b], [11, 12, 13, 14]))
+    tree.evict(4)
+    first = tree.begin_load_back(tree.plan_load_back(a), [5, 6])
+    second = tree.begin_load_back(tree.plan_load_back(b), [7, 8])
+    middle = tree.match_prefix([1, 2, 3]).last_device_node
+    waiting = [tree.pending_acks(n) for n in (tree.root, a, middle, b)]
+    assert waiting == [[], [first], [first, second], [first, second]]
+    tree.finish_load_back(first)
+    assert tree.pending_acks(b) == [second]
+
+
 def test_a_full_event_queue_tells_everything_anew() -> None:
     tree = ModelTree(1, events=True, event_capacity=2, write_policy=None)
     for token in range(3):

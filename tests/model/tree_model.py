@@ -26,6 +26,7 @@ POLICIES: dict[str, dict[str, int]] = {
     "slru": {"protected_threshold": 2},
     "tlru": {"next_prompt_estimate": 0, "threshold": 0},
 }
+HOST_ORDERS = ("copies_first", "leaves_first")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", None)
 
 _tree_numbers = itertools.count()
@@ -353,6 +354,7 @@ class ModelTree:
         events: bool = False,
         event_capacity: int = 65536,
         pin_capacity: int | None = None,
+        host_order: str = "copies_first",
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}, must be at least 1")
@@ -360,6 +362,8 @@ class ModelTree:
             raise ValueError(f"eviction_policy is {eviction_policy!r}, must be one of {list(POLICIES)}")
         if write_policy not in WRITE_POLICIES:
             raise ValueError(f"write_policy is {write_policy!r}, must be one of {WRITE_POLICIES}")
+        if host_order not in HOST_ORDERS:
+            raise ValueError(f"host_order is {host_order!r}, must be one of {HOST_ORDERS}")
         for name in policy_options or {}:
             if name not in POLICIES[eviction_policy]:
                 raise ValueError(f"policy {eviction_policy} has no option {name!r}")
@@ -374,6 +378,7 @@ class ModelTree:
         self.events_on = events
         self.event_capacity = event_capacity
         self.pin_capacity = pin_capacity
+        self.host_order = host_order
         self.number = next(_tree_numbers)
         self.epoch = 0
         self.next_id = 0
@@ -872,18 +877,19 @@ class ModelTree:
             group1 = [n for n in copies if not self._is_device_leaf(n)]
             group2 = [n for n in copies if self._is_device_leaf(n)]
             group3 = [n for n in self.nodes() if self._is_host_leaf(n)]
-            if group1 or group2:
-                node = self._first(group1 or group2)
-                out.host_pages += self._drop_host_copy(node)
-            elif group3:
-                node = self._first(group3)
+            leaves_first = self.host_order == "leaves_first"
+            order = [group3, group1, group2] if leaves_first else [group1, group2, group3]
+            first = next((group for group in order if group), None)
+            if first is None:
+                break
+            node = self._first(first)
+            if first is group3:
                 keep = self._pages(node) - (num_pages - len(out.host_pages))
                 if keep > 0:
                     self._cut(node, keep * self.page_size)
-                out.host_pages += self._drop_host_copy(node)
+            out.host_pages += self._drop_host_copy(node)
+            if first is group3:
                 self._unlink(node)
-            else:
-                break
         return out
 
     def _host_copy_may_go(self, node: Node) -> bool:
@@ -1235,6 +1241,11 @@ class ModelTree:
             held=found.hold is not None,
             pins=found.pins,
         )
+
+    def pending_acks(self, node: int) -> list[Ack]:
+        """The load-backs that the path waits for, root-first, each once."""
+        acks = [n.load for n in self._find(node).path() if n.load is not None]
+        return list(dict.fromkeys(acks))
 
     def _awaited(self, node: Node) -> Ack | None:
         """The nearest pending backup above a complete host copy that is not published."""

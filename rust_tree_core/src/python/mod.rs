@@ -15,8 +15,8 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyMapping, PyString};
 
 use crate::{
-    GuardError, Guarded, InsertArgs, InsertHostArgs, Namespace, NodeId, Tree, TreeConfig, WritePolicy,
-    policy_names,
+    AckKind, GuardError, Guarded, HostOrder, InsertArgs, InsertHostArgs, Namespace, NodeId, Tree, TreeConfig,
+    WritePolicy, policy_names,
 };
 use buffers::{NodeArg, NodeList, Whole, Words, digests, page_ids, text, time};
 use errors::{argument_error, lock_error, poisoned_error, tree_error};
@@ -31,6 +31,7 @@ const LONG_TOKENS: usize = 1 << 20;
 const LONG_HASHES: usize = 1 << 16;
 const LONG_PAGES: usize = 2_000;
 const LONG_NODES: usize = 500;
+const LONG_LOAD_NODES: usize = 4_000;
 
 /// Most keys in one waiting queue.
 const MAX_QUEUE: usize = 1 << 20;
@@ -75,6 +76,21 @@ impl PrefixTree {
         call: impl FnOnce(&mut Tree) -> TreeResult<R> + Send,
     ) -> PyResult<R> {
         self.run(py, long, call)?.map_err(|error| tree_error(py, error))
+    }
+
+    /// The same for calls that end a copy, which is as long as the copy has nodes.
+    fn end_copy<R: Send>(
+        &self,
+        py: Python<'_>,
+        ack: crate::Ack,
+        call: impl FnOnce(&mut Tree) -> TreeResult<R> + Send,
+    ) -> PyResult<R> {
+        let nodes = self.number(py, |tree| tree.nodes_of(ack))?;
+        let long = match ack.kind() {
+            AckKind::Backup => LONG_NODES,
+            AckKind::LoadBack => LONG_LOAD_NODES,
+        };
+        self.try_run(py, nodes >= long, call)
     }
 
     fn number<R: Send>(&self, py: Python<'_>, read: impl FnOnce(&Tree) -> R + Send) -> PyResult<R> {
@@ -188,9 +204,11 @@ impl PrefixTree {
     #[new]
     #[pyo3(
         signature = (page_size=Whole::Number(1), *, eviction_policy="lru", policy_options=None, write_policy=Some("write_through"),
-                     write_through_threshold=None, bigram=false, events=false, event_capacity=Whole::Number(65_536), pin_capacity=None),
+                     write_through_threshold=None, bigram=false, events=false, event_capacity=Whole::Number(65_536), pin_capacity=None,
+                     host_order="copies_first"),
         text_signature = "(page_size=1, *, eviction_policy='lru', policy_options=None, write_policy='write_through', \
-                          write_through_threshold=None, bigram=False, events=False, event_capacity=65536, pin_capacity=None)"
+                          write_through_threshold=None, bigram=False, events=False, event_capacity=65536, pin_capacity=None, \
+                          host_order='copies_first')"
     )]
     #[allow(clippy::too_many_arguments)] // one a setting
     fn new(
@@ -204,7 +222,9 @@ impl PrefixTree {
         events: bool,
         event_capacity: Whole,
         pin_capacity: Option<Whole>,
+        host_order: &str,
     ) -> PyResult<Self> {
+        let host_order = HostOrder::from_name(host_order).map_err(|error| tree_error(py, error))?;
         let write_policy =
             write_policy.map(WritePolicy::from_name).transpose().map_err(|error| tree_error(py, error))?;
         let page_size = page_size.page_size(py)?;
@@ -224,6 +244,7 @@ impl PrefixTree {
                 None => None,
                 Some(value) => Some(value.at_least(py, "pin_capacity", 0)? as u64),
             },
+            host_order,
         };
         let tree = Tree::new(config).map_err(|error| tree_error(py, error))?;
         let long_insert = if events { LONG_HASHES.min(page_size * LONG_PAGES) } else { LONG_TOKENS };
@@ -392,12 +413,12 @@ impl PrefixTree {
 
     fn finish_backup(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<BackupDone> {
         let ack = ack_of(ack)?;
-        self.try_run(py, false, |tree| tree.finish_backup(ack)).map(BackupDone)
+        self.end_copy(py, ack, |tree| tree.finish_backup(ack)).map(BackupDone)
     }
 
     fn cancel_backup<'py>(&self, py: Python<'py>, ack: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let ack = ack_of(ack)?;
-        let pages = self.try_run(py, false, |tree| tree.cancel_backup(ack))?;
+        let pages = self.end_copy(py, ack, |tree| tree.cancel_backup(ack))?;
         Ok(results::page_array(py, &pages))
     }
 
@@ -418,17 +439,18 @@ impl PrefixTree {
         let pages = page_ids(device_pages, "device_pages")?;
         let pages = pages.as_slice();
         let plan = &mut plan.try_borrow_mut().map_err(|_| in_use(py, "plan"))?.plan;
-        self.try_run(py, false, |tree| tree.begin_load_back(plan, pages)).map(Ack)
+        let long = plan.nodes().len() >= LONG_LOAD_NODES;
+        self.try_run(py, long, |tree| tree.begin_load_back(plan, pages)).map(Ack)
     }
 
     fn finish_load_back(&self, py: Python<'_>, ack: &Bound<'_, PyAny>) -> PyResult<()> {
         let ack = ack_of(ack)?;
-        self.try_run(py, false, |tree| tree.finish_load_back(ack))
+        self.end_copy(py, ack, |tree| tree.finish_load_back(ack))
     }
 
     fn cancel_load_back<'py>(&self, py: Python<'py>, ack: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let ack = ack_of(ack)?;
-        let pages = self.try_run(py, false, |tree| tree.cancel_load_back(ack))?;
+        let pages = self.end_copy(py, ack, |tree| tree.cancel_load_back(ack))?;
         Ok(results::page_array(py, &pages))
     }
 
@@ -484,6 +506,11 @@ impl PrefixTree {
 
     fn node_info(&self, py: Python<'_>, node: NodeArg) -> PyResult<NodeInfo> {
         self.try_run(py, false, |tree| tree.node_info(node.0)).map(NodeInfo)
+    }
+
+    fn pending_acks(&self, py: Python<'_>, node: NodeArg) -> PyResult<Vec<Ack>> {
+        let acks = self.try_run(py, false, |tree| tree.pending_acks(node.0))?;
+        Ok(acks.into_iter().map(Ack).collect())
     }
 
     fn page_hashes<'py>(&self, py: Python<'py>, node: NodeArg) -> PyResult<Bound<'py, PyAny>> {

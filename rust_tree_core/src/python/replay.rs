@@ -5,7 +5,7 @@ use pyo3::types::PyDict;
 
 use super::buffers::page_ids;
 use super::errors::{poisoned_error, tree_error};
-use crate::replay::{HostOrder, ReplayConfig, Requests, Unit};
+use crate::replay::{ReplayConfig, Requests, Unit};
 use crate::{GuardError, Guarded, WritePolicy};
 
 #[pyclass(frozen, module = "unified_cache._native")]
@@ -60,7 +60,7 @@ impl Replay {
                 policy_options,
                 write_policy,
                 write_through_threshold,
-                host_order: HostOrder::from_name(host_order)?,
+                host_order: ReplayConfig::host_order_from_name(host_order)?,
             })
         });
         made.map(|replay| Self(Guarded::new(replay))).map_err(|error| tree_error(py, error))

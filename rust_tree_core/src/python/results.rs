@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
-use super::PrefixTree;
+use super::{LONG_LOAD_NODES, PrefixTree};
 use crate::{AckKind, Digest, Event, NodeId, PageRuns};
 
 /// Page ids as a numpy array of uint32, in memory of its own.
@@ -255,7 +255,8 @@ impl LoadBackPlan {
     }
     fn cancel(&mut self, py: Python<'_>) -> PyResult<()> {
         let plan = &mut self.plan;
-        self.tree.get().try_run(py, false, |tree| tree.cancel_load_back_plan(plan))
+        let long = plan.nodes().len() >= LONG_LOAD_NODES;
+        self.tree.get().try_run(py, long, |tree| tree.cancel_load_back_plan(plan))
     }
     fn __repr__(&self) -> String {
         format!("LoadBackPlan(nodes={:?}, pages={})", self.plan.nodes(), self.plan.pages())

@@ -1,8 +1,7 @@
 //! The settings of a replay.
 
-use crate::TreeConfig;
-use crate::config::WritePolicy;
 use crate::error::{Result, bad_argument};
+use crate::{HostOrder, TreeConfig, WritePolicy};
 
 /// What a position of the tree is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,31 +14,6 @@ pub enum Unit {
         /// Tokens in a page.
         page_size: usize,
     },
-}
-
-/// Which host copies go first when the host is full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HostOrder {
-    /// The larger tier decides: leaves first if the host has more blocks than the device, else copies first.
-    Auto,
-    /// What only the host holds, least wanted first. The host remembers what the device will forget next.
-    LeavesFirst,
-    /// Copies of pages that the device has too. The tiers hold different things.
-    CopiesFirst,
-}
-
-impl HostOrder {
-    /// All orders with their names.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("auto", Self::Auto), ("leaves_first", Self::LeavesFirst), ("copies_first", Self::CopiesFirst)];
-
-    /// The order of this name.
-    pub fn from_name(name: &str) -> Result<Self> {
-        Self::NAMES.iter().find(|(known, _)| *known == name).map(|(_, order)| *order).ok_or_else(|| {
-            let names = Self::NAMES.map(|(name, _)| name).join(", ");
-            bad_argument!("host_order is {name:?}, allowed are {names}")
-        })
-    }
 }
 
 /// The settings of a replay.
@@ -61,8 +35,9 @@ pub struct ReplayConfig {
     pub write_policy: WritePolicy,
     /// Hits from which a write-through policy wants a node on host; `None`: the policy's own.
     pub write_through_threshold: Option<u64>,
-    /// Which host copies go first.
-    pub host_order: HostOrder,
+    /// Which host copies go first; `None`: the larger tier decides, leaves first if the host has more blocks than
+    /// the device, else copies first.
+    pub host_order: Option<HostOrder>,
 }
 
 impl Default for ReplayConfig {
@@ -76,12 +51,23 @@ impl Default for ReplayConfig {
             policy_options: Vec::new(),
             write_policy: WritePolicy::WriteThrough,
             write_through_threshold: None,
-            host_order: HostOrder::Auto,
+            host_order: None,
         }
     }
 }
 
 impl ReplayConfig {
+    /// The host order of this name; `auto` leaves it to the sizes.
+    pub fn host_order_from_name(name: &str) -> Result<Option<HostOrder>> {
+        if name == "auto" {
+            return Ok(None);
+        }
+        HostOrder::from_name(name).map(Some).map_err(|_| {
+            let names = HostOrder::NAMES.map(|(name, _)| name).join(", ");
+            bad_argument!("host_order is {name:?}, allowed are auto, {names}")
+        })
+    }
+
     pub(super) fn tree(&self) -> TreeConfig {
         TreeConfig {
             page_size: match self.unit {
@@ -92,6 +78,11 @@ impl ReplayConfig {
             policy_options: self.policy_options.clone(),
             write_policy: (self.host_blocks > 0).then_some(self.write_policy),
             write_through_threshold: self.write_through_threshold,
+            host_order: self.host_order.unwrap_or(if self.host_blocks > self.device_blocks {
+                HostOrder::LeavesFirst
+            } else {
+                HostOrder::CopiesFirst
+            }),
             ..TreeConfig::default()
         }
     }
@@ -121,14 +112,6 @@ impl ReplayConfig {
                 "{name} is {blocks}, allowed is {min} or more, and at most {} pages",
                 u32::MAX
             )),
-        }
-    }
-
-    pub(super) fn leaves_first(&self) -> bool {
-        match self.host_order {
-            HostOrder::Auto => self.host_blocks > self.device_blocks,
-            HostOrder::LeavesFirst => true,
-            HostOrder::CopiesFirst => false,
         }
     }
 }

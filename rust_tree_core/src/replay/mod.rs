@@ -5,7 +5,6 @@
 //! done for a request, in which order, and what counts as a hit is in [`Replay::serve`] and nowhere else.
 
 mod config;
-mod copies;
 mod pool;
 mod report;
 mod requests;
@@ -15,13 +14,12 @@ mod write;
 
 use std::time::Instant;
 
-pub use config::{HostOrder, ReplayConfig, Unit};
+pub use config::{ReplayConfig, Unit};
 pub use report::ReplayReport;
 pub use requests::Requests;
 
 use crate::error::{Error, Result};
 use crate::{InsertArgs, Namespace, NodeId, Tokens, Tree};
-use copies::KeptCopies;
 use pool::Pool;
 use report::Hits;
 
@@ -33,8 +31,6 @@ pub struct Replay {
     block_size: usize,
     device: Pool,
     host: Pool,
-    /// Host copies that stay although the device has the pages too.
-    kept: KeptCopies,
     report: ReplayReport,
     /// Memory for the tokens of the request at hand.
     made: Vec<u32>,
@@ -48,7 +44,6 @@ impl Replay {
             tree: Tree::new(config.tree())?,
             unit: config.unit,
             block_size: config.block_size,
-            kept: KeptCopies::new(config.leaves_first()),
             device: Pool::new(device),
             host: Pool::new(host),
             report: ReplayReport::default(),
@@ -139,7 +134,6 @@ impl Replay {
         self.device.take(plan.pages(), pages);
         let ack = self.tree.begin_load_back(&mut plan, &pages[before..])?;
         self.tree.finish_load_back(ack)?;
-        self.kept.keep(&mut self.tree, plan.nodes())?;
         self.report.copied_to_device += plan.pages() as u64;
         Ok(true)
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::{TreeConfig, WritePolicy, policy_names};
+use crate::{HostOrder, TreeConfig, WritePolicy, policy_names};
 
 /// A seeded generator of random numbers (splitmix64).
 struct Random(u64);
@@ -160,7 +160,7 @@ fn tiers_and_policies_keep_what_must_hold_at_every_step() {
     for seed in 0..4 {
         let trace = Trace::random(seed, 250, 8, true);
         for (_, write_policy) in WritePolicy::NAMES {
-            for host_order in [HostOrder::LeavesFirst, HostOrder::CopiesFirst] {
+            for (_, host_order) in HostOrder::NAMES {
                 for unit in [Unit::Blocks, Unit::Tokens { page_size: 2 }] {
                     for (device_blocks, host_blocks) in [(10, 4), (12, 12), (9, 40), (20, 1)] {
                         let config = ReplayConfig {
@@ -169,7 +169,7 @@ fn tiers_and_policies_keep_what_must_hold_at_every_step() {
                             block_size: 8,
                             unit,
                             write_policy,
-                            host_order,
+                            host_order: Some(host_order),
                             write_through_threshold: Some(1 + seed % 2),
                             eviction_policy: policy_names()[seed as usize].to_owned(),
                             ..ReplayConfig::default()
@@ -269,7 +269,8 @@ fn settings_that_can_not_be_are_named() {
     assert!(text(ReplayConfig { device_blocks, unit, ..default() }).starts_with("device_blocks is 16777216"));
     let eviction_policy = "lrux".to_owned();
     assert!(text(ReplayConfig { eviction_policy, ..default() }).contains("\"lrux\""));
-    assert!(HostOrder::from_name("first").unwrap_err().to_string().contains("auto, leaves_first"));
+    let text = ReplayConfig::host_order_from_name("first").unwrap_err().to_string();
+    assert!(text.contains("allowed are auto, copies_first, leaves_first"), "{text}");
 }
 
 #[test]
@@ -279,4 +280,10 @@ fn the_tree_that_is_replayed_is_the_tree_of_the_settings() {
     assert_eq!((page_size, write_policy), (64, None));
     let config = ReplayConfig { host_blocks: 1, ..config };
     assert_eq!(config.tree().write_policy, Some(WritePolicy::WriteThrough));
+    // Which host copies go first is the larger tier's to say, unless it is set.
+    assert_eq!(config.tree().host_order, HostOrder::CopiesFirst);
+    let config = ReplayConfig { host_blocks: config.device_blocks + 1, ..config };
+    assert_eq!(config.tree().host_order, HostOrder::LeavesFirst);
+    let config = ReplayConfig { host_order: Some(HostOrder::CopiesFirst), ..config };
+    assert_eq!(config.tree().host_order, HostOrder::CopiesFirst);
 }

@@ -13,13 +13,13 @@ impl Replay {
         while count > self.device.room() && before != Some(self.device.room()) {
             before = Some(self.device.room());
             let evicted = self.tree.evict(count - self.device.room(), None);
-            self.take_back(&evicted)?;
+            self.take_back(&evicted);
             self.write_back(&evicted.write_back_nodes)?;
         }
         Ok(count <= self.device.room())
     }
 
-    fn take_back(&mut self, evicted: &Evicted) -> Result<()> {
+    fn take_back(&mut self, evicted: &Evicted) {
         self.device.give(&evicted.device_pages);
         self.host.give(&evicted.host_pages);
         let dropped = evicted.dropped_tokens / self.tree.page_size() as u64;
@@ -28,7 +28,6 @@ impl Replay {
         self.report.dropped += dropped;
         // What was dropped was on device, or its host pages were freed with it.
         self.report.demoted += freed + evicted.host_pages.len() as u64 - dropped;
-        self.kept.demoted(&mut self.tree, &evicted.demoted_nodes)
     }
 
     /// Copies the victims of a write-back to host as one; where there is no room for all, the coldest are dropped.
@@ -39,7 +38,7 @@ impl Replay {
             }
             self.report.backups_given_up += 1;
             let dropped = self.tree.drop_nodes(&[*coldest])?;
-            self.take_back(&dropped)?;
+            self.take_back(&dropped);
             victims = others;
         }
         Ok(())
@@ -50,15 +49,14 @@ impl Replay {
     pub(super) fn back_up(&mut self, mut nodes: &[NodeId]) -> Result<()> {
         while let [others @ .., _] = nodes {
             let plan = self.tree.plan_backup(nodes);
-            let (Some(&first), Some(&last)) = (plan.nodes.first(), plan.nodes.last()) else { break };
+            let Some(&first) = plan.nodes.first() else { break };
             // The path above has its copies, and they must not be what makes room for those below.
             let above = self.tree.node_info(first)?.parent.unwrap_or_else(|| self.tree.root());
             let mut lock = self.tree.inc_host_lock_ref(above)?;
             let copied = self.copy_to_host(&plan)?;
             self.tree.dec_host_lock_ref(&mut lock)?;
             if copied {
-                // The deepest is enough: without gaps in host content, a node above a copy is no victim.
-                return self.kept.keep(&mut self.tree, &[last]);
+                break;
             }
             self.report.backups_given_up += 1;
             nodes = others;
@@ -68,7 +66,7 @@ impl Replay {
 
     /// One copy for the whole plan; false if the host has no room for it.
     fn copy_to_host(&mut self, plan: &BackupPlan) -> Result<bool> {
-        if !self.make_host_room(plan.pages)? {
+        if !self.make_host_room(plan.pages) {
             return Ok(false);
         }
         let mut pages = Vec::with_capacity(plan.pages);
@@ -83,22 +81,15 @@ impl Replay {
     }
 
     /// Evicts what is missing to `count` free host pages; false if they can not be freed.
-    fn make_host_room(&mut self, count: usize) -> Result<bool> {
+    fn make_host_room(&mut self, count: usize) -> bool {
         if count > self.host.size() {
-            return Ok(false); // nobody is evicted for what will not fit anyway
+            return false; // nobody is evicted for what will not fit anyway
         }
-        self.evict_host(count);
-        if count > self.host.room() && self.kept.let_go(&mut self.tree)? {
-            self.evict_host(count);
-        }
-        Ok(count <= self.host.room())
-    }
-
-    fn evict_host(&mut self, count: usize) {
         if count > self.host.room() {
             let freed = self.tree.evict_host(count - self.host.room());
             self.host.give(&freed);
             self.report.host_evicted += freed.len() as u64;
         }
+        count <= self.host.room()
     }
 }

@@ -94,7 +94,8 @@ impl Tree {
     /// Frees at least `num_pages` host pages where that can be done, and returns them.
     ///
     /// First copies of nodes that stay on device, then copies of device leaves, which may be evicted soon, then
-    /// nodes that only the host holds; of the last of these only as much as is needed goes.
+    /// nodes that only the host holds (or these before all copies: `TreeConfig::host_order`); of the last of these
+    /// only as much as is needed goes.
     pub fn evict_host(&mut self, num_pages: usize) -> Vec<u32> {
         let mut freed = Vec::new();
         while freed.len() < num_pages {
@@ -103,7 +104,7 @@ impl Tree {
             self.nodes[slot as usize].flags &= !flag::IN_HOST_ORDER;
             let pages = self.nodes[slot as usize].len as usize;
             let needed = num_pages - freed.len();
-            if group == 3 && pages > needed {
+            if group == self.host_leaves && pages > needed {
                 let keep = (pages - needed) as u32;
                 self.emit_removed(slot, keep, Tier::Host);
                 self.trim(slot, keep, Tier::Host, &mut freed);
@@ -111,7 +112,7 @@ impl Tree {
             }
             self.emit_removed(slot, 0, Tier::Host);
             freed.extend_from_slice(&self.take_host_value(slot));
-            if group == 3 {
+            if group == self.host_leaves {
                 self.remove(slot);
             }
         }
@@ -394,6 +395,59 @@ mod tests {
         assert_eq!((tree.host_tokens(), tree.get(&leaf(50, 2)).host_hit_length), (1, 1));
         assert_eq!(tree.evict_host(9).len(), 1);
         tree.sound();
+    }
+
+    #[test]
+    fn host_room_can_come_from_what_only_the_host_holds_first() {
+        let config =
+            crate::TreeConfig { host_order: crate::HostOrder::LeavesFirst, ..crate::TreeConfig::default() };
+        let mut tree = crate::tree::testing::tree_with(config);
+        let gone = tree.put(&leaf(50, 2), 10).node;
+        let lower = tree.put(&leaf(50, 4), 12).node;
+        let kept = tree.put(&leaf(0, 2), 0).node;
+        let inner = tree.put(&leaf(70, 2), 20).node;
+        let outer = tree.put(&leaf(70, 4), 20).node;
+        tree.backed_up(&[gone, lower, kept, inner, outer], 0);
+        tree.evict(4, None); // `lower` and `gone`, the oldest, leave the device
+        assert_eq!(tree.evict_host(1), [3]); // only on host: no more than is needed
+        assert_eq!(tree.evict_host(3), [2, 0, 1]); // once a leaf has gone, the node above is one
+        assert_eq!(tree.node_info(gone), Err(Error::UnknownNode(gone)));
+        assert_eq!(tree.evict_host(1), [4, 5]); // then copies, the least wanted of the device leaves first
+        assert_eq!(tree.evict_host(1), [8, 9]);
+        tree.sound();
+        let mut lock = tree.inc_lock_ref(inner).unwrap();
+        assert_eq!((tree.evict_host(9), tree.host_tokens()), (vec![6, 7], 0));
+        tree.dec_lock_ref(&mut lock).unwrap();
+        assert_eq!(tree.device_tokens(), 6);
+        tree.sound();
+    }
+
+    #[test]
+    fn leaves_that_can_not_go_are_not_looked_at_until_they_can() {
+        for policy in [None, Some(WritePolicy::WriteThrough)] {
+            let mut tree = tree(1, policy);
+            let nodes: Vec<_> = (0..3).map(|i| tree.put(&leaf(100 * i, 2), 10 * i).node).collect();
+            let mut locks =
+                nodes.iter().map(|&node| tree.inc_host_lock_ref(node).unwrap()).collect::<Vec<_>>();
+            assert_eq!((tree.device_order.iter().count(), tree.evict(9, None)), (0, Evicted::default()));
+            tree.sound();
+            for (lock, &node) in locks.iter_mut().zip(&nodes).take(2) {
+                tree.dec_host_lock_ref(lock).unwrap();
+                assert!(tree.device_order.iter().any(|&(_, id, _)| id == node));
+            }
+            assert_eq!((tree.evict(9, None).dropped_tokens, tree.len()), (4, 1));
+            tree.sound();
+            if policy.is_some() {
+                // What is pinned may be written back, what is backed may be demoted, whoever locks it on host.
+                let pin = tree.pin(nodes[2], None).unwrap();
+                assert_eq!(tree.evict(1, None).write_back_nodes, nodes[2..]);
+                tree.sound();
+                tree.backed_up(&nodes[2..], 0);
+                tree.unpin(pin).unwrap();
+            }
+            tree.dec_host_lock_ref(&mut locks[2]).unwrap();
+            tree.sound();
+        }
     }
 
     #[test]

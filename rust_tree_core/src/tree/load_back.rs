@@ -165,6 +165,18 @@ impl Tree {
         Ok(taken.iter().rev().flat_map(|pages| pages.iter().copied()).collect())
     }
 
+    /// The load-backs that fill pages between the root and a node and wait for their acks, root-first, each once.
+    pub fn pending_acks(&self, node: NodeId) -> Result<Vec<Ack>> {
+        let slot = self.slot(node)?;
+        let path = self.ancestors(slot).map(|slot| &self.nodes[slot as usize]);
+        let mut serials: Vec<u64> =
+            path.filter(|node| node.has(flag::PENDING_LOAD)).map(|node| node.ack).collect();
+        // A load-back brings all that was evicted of a path, so its nodes stand next to each other.
+        serials.dedup();
+        let acks = serials.into_iter().rev();
+        Ok(acks.map(|serial| Ack { origin: self.origin, serial, kind: AckKind::LoadBack }).collect())
+    }
+
     /// The youngest pending load-back among these nodes.
     pub(super) fn youngest_load(&self, slots: &[Slot]) -> Option<Ack> {
         let waiting = slots.iter().map(|&slot| &self.nodes[slot as usize]);
@@ -242,6 +254,30 @@ mod tests {
         assert_eq!((tree.get(&keys(0..8)).pending_ack, tree.protected_tokens()), (None, 0));
         assert!(matches!(tree.finish_load_back(ack), Err(Error::Lock(_))));
         tree.sound();
+    }
+
+    #[test]
+    fn a_path_names_what_it_waits_for_from_the_root_on() {
+        let (mut tree, upper, lower) = demoted();
+        let mut first = tree.plan_load_back(upper).unwrap();
+        let first = tree.begin_load_back(&mut first, &keys(40..44)).unwrap();
+        let mut second = tree.plan_load_back(lower).unwrap();
+        let second = tree.begin_load_back(&mut second, &keys(44..48)).unwrap();
+        let middle = tree.get(&keys(0..6)).last_device_node; // cuts what waits for the second
+        assert_eq!([first, second].map(|ack| tree.nodes_of(ack)), [1, 2]);
+        for (node, acks) in [
+            (tree.root(), vec![]),
+            (upper, vec![first]),
+            (middle, vec![first, second]),
+            (lower, vec![first, second]),
+        ] {
+            assert_eq!(tree.pending_acks(node).unwrap(), acks);
+        }
+        assert_eq!(tree.pending_acks(99), Err(Error::UnknownNode(99)));
+        tree.finish_load_back(first).unwrap();
+        assert_eq!((tree.pending_acks(lower).unwrap(), tree.nodes_of(first)), (vec![second], 0));
+        tree.finish_load_back(second).unwrap();
+        assert!(tree.pending_acks(lower).unwrap().is_empty());
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub use pin::Pin;
 pub use walk::{Match, PageRuns};
 
 use crate::NodeId;
-use crate::config::{TreeConfig, WritePolicy};
+use crate::config::{HostOrder, TreeConfig, WritePolicy};
 use crate::error::{Error, Result, bad_lock};
 use crate::events::EventQueue;
 use crate::eviction::{self, Key, Policy, order::Order};
@@ -44,7 +44,7 @@ use crate::hash::{self, Digest};
 use crate::namespace::{Namespaces, PLAIN};
 use crate::tokens::Shape;
 use edges::Edges;
-use node::{DEAD, HostRank, NONE, Node, Pages, flag};
+use node::{DEAD, HostRank, NONE, Node, Pages, flag, host_group};
 
 /// What kind of copy an ack stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -148,6 +148,8 @@ pub struct Tree {
     write_policy: Option<WritePolicy>,
     write_through_threshold: u64,
     pin_capacity: Option<u64>,
+    /// Group of the nodes that only the host holds.
+    host_leaves: u8,
     policy: Box<dyn Policy>,
 
     pub(crate) nodes: Vec<Node>,
@@ -201,6 +203,10 @@ impl Tree {
             write_policy: config.write_policy,
             write_through_threshold: config.threshold(),
             pin_capacity: config.pin_capacity,
+            host_leaves: match config.host_order {
+                HostOrder::CopiesFirst => host_group::LEAVES_LAST,
+                HostOrder::LeavesFirst => host_group::LEAVES_FIRST,
+            },
             policy,
             nodes: Vec::new(),
             free: Vec::new(),
@@ -337,6 +343,17 @@ impl Tree {
             held: node.held(),
             pins: node.pins,
         })
+    }
+
+    /// How many nodes a copy under way covers; 0 for one that has ended, or is none of this tree's.
+    pub fn nodes_of(&self, ack: Ack) -> usize {
+        if ack.origin != self.origin {
+            return 0;
+        }
+        match ack.kind {
+            AckKind::Backup => self.backups.get(&ack.serial).map_or(0, |pending| pending.nodes.len()),
+            AckKind::LoadBack => self.load_backs.get(&ack.serial).map_or(0, |pending| pending.nodes.len()),
+        }
     }
 
     /// Digests of a node's own pages.
@@ -707,12 +724,12 @@ impl Tree {
             if self.is_gap_free() && node.host_children > 0 {
                 return None;
             }
-            if node.is_device_leaf() { 2 } else { 1 }
+            if node.is_device_leaf() { host_group::COPIES_OF_LEAVES } else { host_group::COPIES }
         } else {
             if node.locked() || node.first_child != NONE {
                 return None;
             }
-            3
+            self.host_leaves
         };
         Some((group, self.policy.key(&node.access(self.shape.page))))
     }

@@ -79,6 +79,18 @@ pub(crate) mod flag {
 /// Rank among the candidates for host eviction: group, then policy key.
 pub(crate) type HostRank = (u8, Key);
 
+/// The groups of candidates for host eviction, in the order in which they are asked.
+pub(crate) mod host_group {
+    /// Nodes that only the host holds, where these go first.
+    pub const LEAVES_FIRST: u8 = 0;
+    /// Copies of nodes that are on device and will stay there for now.
+    pub const COPIES: u8 = 1;
+    /// Copies of device leaves, which may be evicted soon.
+    pub const COPIES_OF_LEAVES: u8 = 2;
+    /// Nodes that only the host holds, where these go last.
+    pub const LEAVES_LAST: u8 = 3;
+}
+
 /// A run of whole pages of one prefix. The first cache line is what walks and locks touch.
 #[derive(Debug)]
 #[repr(C, align(64))]
@@ -232,7 +244,17 @@ impl Node {
 
     /// Stands in the order of device victims.
     pub fn may_be_victim(&self, write_back: bool) -> bool {
-        self.is_device_leaf() || (write_back && !self.backed() && self.is_leaf_but_for_holds())
+        if self.is_device_leaf() {
+            write_back || !self.must_stay_as_it_is()
+        } else {
+            write_back && !self.backed() && self.is_leaf_but_for_holds()
+        }
+    }
+
+    /// A device leaf that can neither be demoted nor dropped, nor (it is not pinned) be written back but under
+    /// `write_back`: no eviction need look at it before that changes.
+    fn must_stay_as_it_is(&self) -> bool {
+        self.host_locked() && self.pins == 0 && !self.backed()
     }
 
     /// Will be a leaf once what is held below it has gone: all its device children are held, and only holds lock it.

@@ -4,8 +4,8 @@
 //! returns an error has changed nothing.
 
 use rust_tree_core::{
-    Ack, HostLockReceipt, InsertArgs, InsertHostArgs, LoadBackPlan, LockReceipt, Namespace, NodeId, Pin,
-    Tokens, Tree, TreeConfig, WritePolicy, page_hashes, policy_names,
+    Ack, HostLockReceipt, HostOrder, InsertArgs, InsertHostArgs, LoadBackPlan, LockReceipt, Namespace,
+    NodeId, Pin, Tokens, Tree, TreeConfig, WritePolicy, page_hashes, policy_names,
 };
 
 /// Reads numbers off the front of a byte string; zeros once it is empty.
@@ -91,6 +91,7 @@ fn config(bytes: &mut Bytes<'_>) -> TreeConfig {
         events: bytes.below(2) == 1,
         event_capacity: 1 + bytes.below(9),
         pin_capacity: [None, Some(8)][bytes.below(2)],
+        host_order: HostOrder::NAMES[bytes.below(2)].1,
         ..TreeConfig::default()
     }
 }

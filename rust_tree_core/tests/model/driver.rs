@@ -283,6 +283,7 @@ impl<'a> Driver<'a> {
         let root = self.tree.node_info(self.tree.root());
         let root = root.map_err(|error| format!("node_info of the root: {error:?}"))?;
         equal("pages and parent of the root", &(root.pages, root.parent), &(0, None))?;
+        equal("acks of the root", &self.tree.pending_acks(self.tree.root()), &Ok(Vec::new()))?;
         for &id in self.model.nodes().keys() {
             let want = self.model.info(id);
             let result = agree(self.tree.node_info(id), want, |info| Info {
@@ -299,6 +300,9 @@ impl<'a> Driver<'a> {
                 pins: info.pins,
             });
             result.map_err(|message| format!("node {id} {message}"))?;
+            let handles = |acks: &Vec<Ack>| acks.iter().map(|&ack| self.handle_of(ack)).collect();
+            agree(self.tree.pending_acks(id), self.model.pending_acks(id), handles)
+                .map_err(|message| format!("pending_acks of node {id} {message}"))?;
         }
         Ok(())
     }

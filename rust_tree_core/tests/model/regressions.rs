@@ -4,7 +4,7 @@
 //! after what went wrong, and import what it uses (`script::Source`, `tokens::Key`,
 //! `rust_tree_core::WritePolicy`).
 
-use rust_tree_core::WritePolicy;
+use rust_tree_core::{HostOrder, WritePolicy};
 
 use super::script::{Call, Config, Source};
 use super::tokens::Key;
@@ -30,6 +30,7 @@ pub fn regressions() -> Vec<Regression> {
                 events: false,
                 event_capacity: 12,
                 pin_capacity: None,
+                host_order: HostOrder::CopiesFirst,
                 drain: false,
                 every: 4,
             },
@@ -151,6 +152,7 @@ pub fn regressions() -> Vec<Regression> {
                 events: true,
                 event_capacity: 65536,
                 pin_capacity: None,
+                host_order: HostOrder::CopiesFirst,
                 drain: true,
                 every: 8,
             },

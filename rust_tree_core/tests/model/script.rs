@@ -5,7 +5,7 @@
 //! a copy under way, if there are any. So every part of a script is a script too, which is
 //! what lets a failing one be made short.
 
-use rust_tree_core::{TreeConfig, WritePolicy};
+use rust_tree_core::{HostOrder, TreeConfig, WritePolicy};
 
 use super::random::Random;
 use super::tokens::Key;
@@ -21,6 +21,7 @@ pub struct Config {
     pub events: bool,
     pub event_capacity: usize,
     pub pin_capacity: Option<u64>,
+    pub host_order: HostOrder,
     /// Take and compare the events after every call, not only where the script says so.
     pub drain: bool,
     /// Look at every node, and check the invariants, once in so many calls.
@@ -235,6 +236,7 @@ impl Config {
             pin_capacity: random.pick(&[None, None, Some(6 * page_size as u64)]),
             drain: random.once_in(2),
             every: random.pick(&[1, 4, 4, 8]),
+            host_order: random.pick(&[HostOrder::CopiesFirst, HostOrder::LeavesFirst]),
         }
     }
 
@@ -250,6 +252,7 @@ impl Config {
             events: self.events,
             event_capacity: self.event_capacity,
             pin_capacity: self.pin_capacity,
+            host_order: self.host_order,
         }
     }
 }
@@ -359,7 +362,7 @@ impl Drawing {
             7 => Call::HostUnlock { lock: pick },
             8 => Call::Again { what: self.random.small(9), pick },
             9 => Call::Foreign { what: self.random.small(8) },
-            10 => Call::Unknown { what: self.random.small(10), pick },
+            10 => Call::Unknown { what: self.random.small(11), pick },
             11 => Call::Evict { pages: self.random.small(9), room: self.maybe(7) },
             12 => Call::Drop { picks: self.picks(), flaw: self.flaw(4) },
             13 => Call::EvictHost { pages: self.random.small(6) },

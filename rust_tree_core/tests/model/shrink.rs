@@ -157,4 +157,5 @@ fn literal(debug: &str) -> String {
         .replace('[', "vec![")
         .replace("source: ", "source: Source::")
         .replace("Some(Write", "Some(WritePolicy::Write")
+        .replace("host_order: ", "host_order: HostOrder::")
 }

@@ -776,7 +776,7 @@ impl Driver<'_> {
             6 => both(self.tree.node_info(id), self.model.info(id)).map(|_| ())?,
             7 => both(self.tree.page_hashes(id), self.model.page_hashes(id)).map(|_| ())?,
             8 => both(self.tree.prefix_hashes(id), self.model.prefix_hashes(id)).map(|_| ())?,
-            _ => {
+            9 => {
                 let args = || InsertHostArgs {
                     anchor: id,
                     tokens: Tokens::U32(&[]),
@@ -787,6 +787,7 @@ impl Driver<'_> {
                 let want = self.model.insert_host(&args());
                 both(self.tree.insert_host(args()), want).map(|_| ())?;
             }
+            _ => both(self.tree.pending_acks(id), self.model.pending_acks(id)).map(|_| ())?,
         }
         Ok(Effect::Same)
     }

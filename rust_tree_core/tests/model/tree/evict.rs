@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use rust_tree_core::{NodeId, Tier};
+use rust_tree_core::{HostOrder, NodeId, Tier};
 
 use super::{Faults, Kind, ModelTree, Node};
 
@@ -233,16 +233,15 @@ impl ModelTree {
     pub fn evict_host(&mut self, num_pages: usize) -> Vec<u32> {
         let mut out = Vec::new();
         while out.len() < num_pages {
-            if let Some(id) = self.next_copy() {
+            let groups = self.host_groups();
+            let Some(id) = groups.into_iter().find_map(|group| self.smallest(group.into_iter())) else {
+                break;
+            };
+            if self.nodes[&id].on_device() {
                 self.emit_removed(Tier::Host, id);
                 out.extend(self.node(id).host.take().expect("a host copy"));
                 continue;
             }
-            let ids = self.nodes.keys().copied();
-            let leaves = ids.filter(|&id| self.is_host_leaf(id) && self.nodes[&id].pins == 0);
-            let Some(id) = self.smallest(leaves) else {
-                break;
-            };
             let pages = self.pages(id);
             let needed = num_pages - out.len();
             if pages > needed {
@@ -256,24 +255,28 @@ impl ModelTree {
         out
     }
 
-    /// The next host copy of a node that is on device too: first of those that are no evictable
-    /// device leaves.
-    fn next_copy(&self) -> Option<NodeId> {
-        let gapless = self.write_through();
-        let loose = |id: &NodeId| {
-            let node = &self.nodes[id];
-            let children = self.children(*id);
-            let child_backed = children.iter().any(|child| self.nodes[child].backed());
-            node.on_device()
-                && self.published(node)
-                && node.host_locks == 0
-                && node.pending.is_none()
-                && node.pins == 0
-                && !(gapless && child_backed)
-        };
-        let loose: Vec<NodeId> = self.nodes.keys().copied().filter(loose).collect();
-        let (second, first): (Vec<NodeId>, Vec<NodeId>) =
-            loose.into_iter().partition(|&id| self.is_device_leaf(id));
-        self.smallest(first.into_iter()).or_else(|| self.smallest(second.into_iter()))
+    /// What may leave the host, in groups, the first of which goes first.
+    fn host_groups(&self) -> Vec<Vec<NodeId>> {
+        let ids = self.nodes.keys().copied();
+        let leaves = ids.filter(|&id| self.is_host_leaf(id) && self.nodes[&id].pins == 0).collect();
+        let copies = self.nodes.keys().copied().filter(|&id| self.copy_may_go(id));
+        // Copies of what will stay on device for now go before those of what may be evicted next.
+        let (next, staying) = copies.partition(|&id| self.is_device_leaf(id));
+        match self.config.host_order {
+            HostOrder::CopiesFirst => vec![staying, next, leaves],
+            HostOrder::LeavesFirst => vec![leaves, staying, next],
+        }
+    }
+
+    /// Whether the node could do with its device pages alone.
+    fn copy_may_go(&self, id: NodeId) -> bool {
+        let node = &self.nodes[&id];
+        let child_backed = self.children(id).iter().any(|child| self.nodes[child].backed());
+        node.on_device()
+            && self.published(node)
+            && node.host_locks == 0
+            && node.pending.is_none()
+            && node.pins == 0
+            && !(self.write_through() && child_backed)
     }
 }

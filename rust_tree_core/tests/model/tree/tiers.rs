@@ -257,6 +257,19 @@ impl ModelTree {
         })
     }
 
+    /// The load-backs that the path to a node waits for, root-first, each once.
+    pub fn pending_acks(&self, id: NodeId) -> Result<Vec<Handle>, Faults> {
+        if !self.alive(id) {
+            return Err(vec![Kind::UnknownNode]);
+        }
+        let mut acks = Vec::new();
+        for id in self.path(id) {
+            let ack = self.loading(&self.nodes[&id]);
+            acks.extend(ack.filter(|ack| !acks.contains(ack)));
+        }
+        Ok(acks)
+    }
+
     pub fn begin_load_back(&mut self, plan: Handle, pages: &[u32]) -> Result<Handle, Faults> {
         let Some(Planned { node, start }) = self.plans.get(&plan).cloned() else {
             return Err(vec![Kind::Lock]);
