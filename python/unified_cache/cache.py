@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from unified_cache.config import CacheConfig
+from unified_cache.controller.cache_controller import MOST_FAILURES, CacheController
+from unified_cache.controller.recompute import LoadOrRecompute
 from unified_cache.controller.storage import Prefetch, StorageLink
-from unified_cache.controller.transfers import MOST_FAILURES, Transfers
 from unified_cache.counters import Counters
-from unified_cache.errors import ArgumentError, BusyError, ClosedError, PoisonedError
+from unified_cache.errors import ArgumentError, BusyError, CapacityError, ClosedError, PoisonedError
 from unified_cache.pools.allocator import PageAllocator, Pages, as_count
 from unified_cache.request import Request, as_tokens
 from unified_cache.storage.folder import FolderStore, folder_of
@@ -21,39 +24,71 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from unified_cache._native import Inserted, Match, _Integers
-    from unified_cache.copies.cpu import CpuCopyEngine
-    from unified_cache.pools.device import MhaDevicePool
-    from unified_cache.pools.host import MhaHostPool
+    from unified_cache._native import (
+        Cleared,
+        Inserted,
+        LockReceipt,
+        Match,
+        Pin,
+        Removed,
+        Stored,
+        _Integers,
+    )
+    from unified_cache.copies.engine import CopyEngine
+    from unified_cache.pools.device import DevicePool
+    from unified_cache.pools.host import HostPool
 
-__all__ = ["UnifiedCache"]
+__all__ = ["PinnedPrefix", "UnifiedCache"]
 
 # How long one look at the I/O threads' results may take while something else could end the wait.
 _POLL_SECONDS = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that keeps one copy, on device or on host, until `UnifiedCache.unpin` or its time is over.
+
+    Attributes:
+        tokens: how many tokens are kept: those of the prefix that the cache had.
+        expires_at: by the cache's clock; None: never.
+    """
+
+    pin: Pin
+    tokens: int
+    expires_at: float | None
+
+
 class UnifiedCache:
     """KV pages on device, on host and in storage, as one cache.
 
-    All calls belong on one thread, the engine's scheduler. Its loop calls `tick` once a pass: that is where
-    copies and storage that have ended become visible.
+    All calls belong on one thread, the engine's scheduler, but `wait_layer`, which the forward calls. The
+    scheduler's loop calls `tick` once a pass: that is where copies and storage that have ended become visible.
 
     Args:
         config: the settings.
         device_pool: the device's pages; from now on they are the cache's to hand out.
-        clock: seconds, for time limits.
+        clock: seconds, for time limits and for what computing takes.
+        copies: makes the copy engine for a device pool and a host pool; None: the one that fits the device.
+
+    Attributes:
+        config: the settings.
+        tree: what is cached where. Look at it, and leave changing it to the cache.
+        device_pool: as given.
+        host_pool: None without a host tier.
 
     Raises:
         ArgumentError: settings that do not go together or do not fit the machine.
+        CapacityError: host memory can not be registered, and `host_pinned` requires it.
         StorageError: the storage can not be used.
     """
 
     def __init__(
         self,
         config: CacheConfig,
-        device_pool: MhaDevicePool,
+        device_pool: DevicePool,
         *,
         clock: Callable[[], float] = time.monotonic,
+        copies: Callable[[DevicePool, HostPool], CopyEngine] | None = None,
     ) -> None:
         if config.page_size != device_pool.page_size:
             raise ArgumentError(
@@ -62,48 +97,91 @@ class UnifiedCache:
         self.config = config
         self.page_size = config.page_size
         self.device_pool = device_pool
-        self.host_pool: MhaHostPool | None = None
-        self.tree = config.make_tree()
+        self.host_pool: HostPool | None = None
+        self._clock = clock
         self._closed = False
         self._epoch = 0
         self._active: set[Request] = set()
         self._counters = Counters()
+        self._rates = LoadOrRecompute(config.page_size, config.load_back_threshold, config.prefetch_threshold)
+        self._expiries: list[float] = []
         self._device_pages = PageAllocator(device_pool.num_pages, "device")
         self._host_pages: PageAllocator | None = None
-        self._copies: CpuCopyEngine | None = None
+        self._copies: CopyEngine | None = None
         self._storage: StorageLink | None = None
-        if config.write_policy is not None:
-            self._add_host(clock)
-        self._transfers = Transfers(
-            self.tree, self._device_pages, self._host_pages, self._copies, self._counters, self._backed_up
+        if config.write_policy is None:
+            self.tree = config.make_tree()
+        else:
+            self._add_host(copies)
+        self._controller = CacheController(
+            self.tree,
+            self._device_pages,
+            self._host_pages,
+            self._copies,
+            self._counters,
+            self._backed_up,
+            self._rates,
+            wait_seconds=config.alloc_wait,
+            most_copy_pages=config.copy_pages,
         )
 
-    def _add_host(self, clock: Callable[[], float]) -> None:
+    def _add_host(
+        self, copies: Callable[[DevicePool, HostPool], CopyEngine] | None
+    ) -> None:
         # Here, not at the top: a cache without a host tier needs neither them nor what they need.
-        from unified_cache.copies.cpu import CpuCopyEngine
-        from unified_cache.pools.host import MhaHostPool, host_pages_for
+        from unified_cache.copies.choose import make_copy_engine
+        from unified_cache.pools.host import HostPool, host_pages_for
+        from unified_cache.pools.host_memory import HostMemory
 
         config, device = self.config, self.device_pool
         pages = host_pages_for(device, config.hicache_ratio, config.hicache_size)
+        self.tree = config.make_tree(device.num_pages, pages)
         # Opened before anything is allocated or started, since this is what can go wrong.
         store = None if config.storage is None else FolderStore(folder_of(config.storage))
-        self.host_pool = MhaHostPool(device, pages)
+        self.host_pool = HostPool(
+            device,
+            pages,
+            layout=config.host_layout,
+            memory=HostMemory(
+                pinned=config.host_pinned,
+                host_register_chunk=config.host_register_chunk,
+                huge_pages=config.host_huge_pages,
+                numa_node=config.host_numa_node,
+            ),
+        )
         self._host_pages = PageAllocator(pages, "host")
-        self._copies = CpuCopyEngine(device, self.host_pool)
+        if copies is None:
+            self._copies = make_copy_engine(
+                device, self.host_pool, blocks=config.copy_blocks, threads=config.copy_threads
+            )
+        else:
+            self._copies = copies(device, self.host_pool)
         if store is not None:
-            short = fingerprint(
-                model=config.model,
-                weight_version=config.weight_version,
-                dtype=str(device.dtype),
-                layers=device.layers,
-                heads=device.heads,
-                head_dim=device.head_dim,
-                page_size=device.page_size,
-                layout=self.host_pool.layout,
-            )
             self._storage = StorageLink(
-                self.tree, self.host_pool, self._host_pages, store, short, config, clock, self._counters
+                self.tree,
+                self.host_pool,
+                self._host_pages,
+                store,
+                self._fingerprint(self.host_pool),
+                config,
+                self._clock,
+                self._counters,
+                self._rates,
             )
+
+    def _fingerprint(self, host: HostPool) -> str:
+        device, shape = self.device_pool, host.shape
+        return fingerprint(
+            model=self.config.model,
+            weight_version=self.config.weight_version,
+            kind=device.kind,
+            dtype=str(device.dtype),
+            layers=shape.layers,
+            heads=shape.heads,
+            head_dim=shape.run_bytes // device.dtype.itemsize,
+            page_size=shape.tokens,
+            layout=host.layout,
+        )
 
     # Requests
 
@@ -114,6 +192,7 @@ class UnifiedCache:
         extra_key: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        resumed: bool = False,
     ) -> Request:
         """Begin a request: look its prompt up, hold what is there, ask storage for the rest.
 
@@ -121,38 +200,125 @@ class UnifiedCache:
             tokens: the prompt.
             extra_key: first half of the namespace.
             cache_salt: second half of the namespace.
-            priority: for the eviction policy "priority".
+            priority: for the eviction policy "priority", and for the order of loads.
+            resumed: the request was preempted and comes back: what it computed itself before is no hit, so its
+                tokens are not counted again.
 
         Raises:
             ArgumentError: a token out of range.
             ClosedError: the cache was closed.
         """
         self._check_open()
-        request = Request(self, as_tokens(tokens), extra_key, cache_salt, priority)
+        request = Request(self, as_tokens(tokens), extra_key, cache_salt, priority, counted=not resumed)
         self._active.add(request)
-        self._counters.requests += 1
+        if not resumed:
+            self._counters.requests += 1
         return request
+
+    def begin_forward(self, requests: Iterable[Request]) -> None:
+        """A forward of these requests is launched next: `wait_layer` waits for what it reads and no more.
+
+        In place of `Request.wait`, for engines whose layers wait one by one.
+
+        Raises:
+            CopyError: what one of them needs has failed to arrive; only `abort` is left for it.
+        """
+        self._check_open()
+        loads = [load for request in requests for load in request._loads]
+        sets = self._controller.submit_loads(loads)
+        if self._controller.layer_done is not None:
+            self._controller.layer_done.set_consumer(sets)
+
+    def wait_layer(self, layer: int) -> None:
+        """Let the forward go on only when the pages of the tree that it reads hold this layer.
+
+        On a GPU the stream of the forward waits, not the caller. Can be called from any thread.
+
+        Raises:
+            CopyError: a load has failed.
+        """
+        if self._controller.layer_done is not None:
+            self._controller.layer_done.wait_until(layer)
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell how long computing so many tokens of prompts took, for thresholds that are "auto".
+
+        Without it the cache takes the time from a request's `extend` to its `insert`, which is too much where
+        an engine computes several requests in turns.
+        """
+        self._rates.reported = True
+        self._rates.prefilled(tokens, seconds)
 
     # Single steps, for engines that keep their own requests
 
     def match_prefix(
         self, tokens: _Integers, *, extra_key: str | None = None, cache_salt: str | None = None
     ) -> Match:
-        """`PrefixTree.match_prefix`. Lock what you go on to use: ``cache.tree.inc_lock_ref``."""
+        """`PrefixTree.match_prefix`. Lock what you go on to use."""
         self._check_open()
         return self.tree.match_prefix(tokens, extra_key=extra_key, cache_salt=cache_salt)
+
+    def lock(self, node: int) -> LockReceipt:
+        """Keep the path to `node` on device until `unlock`.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+        self._check_open()
+        return self.tree.inc_lock_ref(node)
+
+    def unlock(self, lock: LockReceipt) -> None:
+        """Give a lock back.
+
+        Raises:
+            LockError: it was given back before, or is not of this cache, or from before a reset.
+        """
+        self._check_open()
+        self.tree.dec_lock_ref(lock)
+
+    def load_back(self, node: int, quota: int | None = None, *, priority: int = 0) -> int:
+        """Bring the part of the path to `node` that is on host only to device; returns its tokens.
+
+        All or nothing: 0 if there is nothing to bring, if it is shorter than the threshold or over the quota, or
+        if there is no room. The pages count at once and are valid when `loaded(node)`; match again to get them.
+
+        Args:
+            node: `Match.last_host_node`.
+            quota: the most tokens that may be loaded; None: no limit.
+            priority: the higher is copied first.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+        self._check_open()
+        return self._load_back(node, quota, priority)
+
+    def loaded(self, node: int) -> bool:
+        """Nothing is under way into the device pages of the path to `node`."""
+        self._check_open()
+        return all(load.done for load in self._controller.loads_under(node))
+
+    def wait_loaded(self, node: int) -> None:
+        """Wait until that is so.
+
+        Raises:
+            CopyError: a load has failed.
+        """
+        self._check_open()
+        self._controller.wait_loads(self._controller.loads_under(node))
 
     def alloc(self, num_pages: int) -> Pages:
         """Take device pages, evicting for what is short.
 
-        Waits only where the pages come out of copies under way, such as write-backs.
+        Waits only where the pages come out of copies under way, such as write-backs, and for each of them no
+        longer than `CacheConfig.alloc_wait`.
 
         Raises:
             ArgumentError: not an integer, or a negative one.
             CapacityError: there is no room; nothing is lost.
         """
         self._check_open()
-        return self._transfers.alloc(num_pages)
+        return self._controller.alloc(num_pages)
 
     def free(self, pages: npt.NDArray[np.uint32]) -> None:
         """Give back device pages that `alloc` gave and the tree did not take.
@@ -161,7 +327,7 @@ class UnifiedCache:
             ArgumentError: a page that is not in use, or is listed twice; nothing has changed then.
         """
         self._check_open()
-        self._device_pages.free(pages)
+        self._controller.free_device(pages)
 
     def insert(
         self,
@@ -196,7 +362,7 @@ class UnifiedCache:
     def evict(self, num_pages: int) -> int:
         """Free device pages; returns how many are free at once. Those of write-backs follow at a tick."""
         self._check_open()
-        return self._transfers.evict(num_pages)
+        return self._controller.evict(num_pages)
 
     # The loop
 
@@ -206,13 +372,11 @@ class UnifiedCache:
 
     def _step(self, most_failures: int | None = None) -> None:
         self._check_open()
-        transfers, storage = self._transfers, self._storage
-        if not transfers.idle:
-            transfers.retry(most_failures)
-            transfers.take_done()
-            transfers.start_backups()
-        if storage is not None and not storage.idle:
-            storage.tick()
+        self._controller.tick(most_failures)
+        if self._storage is not None and not self._storage.idle:
+            self._storage.tick()
+        if self._expiries and self._clock() >= self._expiries[0]:
+            self._expire_pins()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Tick until nothing is under way: what was wanted on host and in storage is there or given up.
@@ -229,8 +393,8 @@ class UnifiedCache:
         end = None if timeout is None else time.monotonic() + timeout
         self.tick()
         while True:
-            stuck = self._transfers.stuck(MOST_FAILURES)
-            copies_idle = stuck is not None or self._transfers.idle
+            stuck = self._controller.stuck(MOST_FAILURES)
+            copies_idle = stuck is not None or self._controller.idle
             if copies_idle and (self._storage is None or self._storage.idle):
                 if stuck is not None and end is None:
                     raise stuck
@@ -239,10 +403,58 @@ class UnifiedCache:
             if left is not None and left <= 0:
                 return False
             if not copies_idle:
-                self._transfers.take_done(wait=True, timeout=left)
+                self._controller.take_done(wait=True, timeout=left)
             elif self._storage is not None:
                 self._storage.wait(_POLL_SECONDS if left is None else min(left, _POLL_SECONDS))
             self._step(MOST_FAILURES)
+
+    # Retention
+
+    def pin(
+        self,
+        tokens: _Integers,
+        seconds: float | None = None,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> PinnedPrefix:
+        """Keep what is cached of a prefix: it may move between device and host, but is not dropped.
+
+        Args:
+            tokens: the prefix.
+            seconds: for how long, by the cache's clock; the pin ends at the first tick after that. None: until
+                `unpin`.
+            extra_key: first half of the namespace.
+            cache_salt: second half of the namespace.
+
+        Raises:
+            ArgumentError: pins would keep more than `CacheConfig.pin_share` of the host pool, or there is no host
+                tier; nothing is pinned then.
+        """
+        self._check_open()
+        if seconds is not None and not seconds > 0:
+            raise ArgumentError(f"seconds must be a number > 0, not {seconds!r}")
+        expires_at = None if seconds is None else self._clock() + seconds
+        match = self.match_prefix(tokens, extra_key=extra_key, cache_salt=cache_salt)
+        pin = self.tree.pin(match.last_host_node, expires_at)
+        if expires_at is not None:
+            heapq.heappush(self._expiries, expires_at)
+        return PinnedPrefix(pin, match.device_length + match.host_hit_length, expires_at)
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """End a pin.
+
+        Raises:
+            LockError: it has ended before, or is not of this cache, or from before a reset.
+        """
+        self._check_open()
+        self.tree.unpin(pinned.pin)
+
+    def _expire_pins(self) -> None:
+        now = self._clock()
+        self.tree.expire_pins(now)
+        while self._expiries and self._expiries[0] <= now:
+            heapq.heappop(self._expiries)
 
     # Looking at it
 
@@ -256,22 +468,45 @@ class UnifiedCache:
         return self._counters.as_dict()
 
     def usage(self) -> dict[str, int]:
-        """What is held now: pages in all, free and in the tree, by tier, and active requests."""
+        """What is held now, in pages by tier: in all, free, in the tree, of requests, of copies that ended late.
+
+        ``free + tree + request + quarantined = pages``; on device what `alloc` gave to somebody else comes to
+        that, on host what is being read from storage.
+        """
         page_size, host = self.page_size, self._host_pages
+        device_abandoned, host_abandoned = self._controller.abandoned_pages
+        device_quarantined, host_quarantined = self._controller.quarantined()
+        away = [request._retracted for request in self._active if request._retracted is not None]
+        leaving = sum(pages.device_pages for pages in away if pages.state == "leaving")
+        own = sum(len(request._pages) - request._borrowed for request in self._active)
         return {
             "requests": len(self._active),
             "device_pages": self._device_pages.num_pages,
             "device_free_pages": self._device_pages.free_pages,
             "device_tree_pages": self.tree.device_tokens // page_size,
+            "device_request_pages": own + leaving + device_abandoned,
+            "device_quarantined_pages": len(device_quarantined),
             "host_pages": 0 if host is None else host.num_pages,
             "host_free_pages": 0 if host is None else host.free_pages,
             "host_tree_pages": (self.tree.host_tokens + self.tree.pending_host_tokens) // page_size,
+            "host_request_pages": sum(pages.host_pages for pages in away) + host_abandoned,
+            "host_quarantined_pages": len(host_quarantined),
         }
+
+    def take_events(self) -> list[Stored | Removed | Cleared]:
+        """The events since the last call, oldest first; none without ``CacheConfig(events=True)``.
+
+        `unified_cache.events.Mirror` keeps from them what each tier holds.
+        """
+        self._check_open()
+        return self.tree.take_events()
 
     # The end
 
     def reset(self, *, force: bool = False) -> None:
-        """Empty device and host; storage and the counters stay. Waits for copies that are running.
+        """Empty device and host; storage and the counters stay.
+
+        Pages that a copy still touches stay out of use until it has ended.
 
         Args:
             force: also with requests active, or with pages out that `alloc` gave. Any call on such a request
@@ -293,13 +528,37 @@ class UnifiedCache:
             )
         if self._storage is not None:
             self._storage.cancel()
-        self._transfers.cancel()
+        self._controller.cancel()
         self._epoch += 1
         self._active.clear()
+        self._expiries.clear()
         self.tree.reset()
-        self._device_pages.reset()
+        device, host = self._controller.quarantined()
+        self._controller.reset_device(keep=device)
         if self._host_pages is not None:
-            self._host_pages.reset()
+            self._host_pages.reset(keep=host)
+
+    def update_weights(self, version: str, *, force: bool = False) -> None:
+        """The model has other weights from now on: what was computed with the old ones is never hit again.
+
+        Device and host are emptied (see `reset`), and pages in storage are looked for under the new version.
+
+        Args:
+            version: the new `CacheConfig.weight_version`.
+            force: as for `reset`.
+
+        Raises:
+            ArgumentError: the version that the weights have already, or not a string; nothing has changed.
+            BusyError: as for `reset`; nothing has changed.
+        """
+        self._check_open()
+        config = replace(self.config, weight_version=version)
+        if version == self.config.weight_version:
+            raise ArgumentError(f"version must be another one than {version!r}, which the weights have already")
+        self.reset(force=force)
+        self.config = config
+        if self._storage is not None and self.host_pool is not None:
+            self._storage.use_fingerprint(self._fingerprint(self.host_pool))
 
     def close(self, *, timeout: float = 10.0) -> None:
         """End all threads. More than once is fine; any other call is a `ClosedError` from then on.
@@ -321,6 +580,8 @@ class UnifiedCache:
             finally:
                 if self._storage is not None:
                     self._storage.close()
+                if self.host_pool is not None:
+                    self.host_pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -338,12 +599,12 @@ class UnifiedCache:
 
     def _pages_out(self) -> int:
         """Device pages that `alloc` gave, owned neither by the tree nor by a request."""
-        own = sum(len(request._pages) - request._borrowed for request in self._active)
         try:
-            in_tree = self.tree.device_tokens // self.page_size
+            usage = self.usage()
         except PoisonedError:
             return 0  # nobody can tell, and a reset is what helps
-        return self._device_pages.used_pages - in_tree - own
+        held = ("free", "tree", "request", "quarantined")
+        return usage["device_pages"] - sum(usage[f"device_{what}_pages"] for what in held)
 
     def _insert(
         self,
@@ -370,9 +631,30 @@ class UnifiedCache:
             priority=priority,
             chunked=chunked,
         )
-        self._device_pages.free(inserted.duplicate_pages)
-        self._transfers.want_backup(inserted.backup_nodes)
+        self._controller.free_device(inserted.duplicate_pages)
+        self._controller.want_backup(inserted.backup_nodes)
         return inserted
+
+    def _load_back(self, node: int, quota: int | None, priority: int, *, always: bool = False) -> int:
+        """`load_back`; `always`: whatever the threshold says."""
+        plan = self.tree.plan_load_back(node)
+        tokens = plan.pages * self.page_size
+        wanted = always or self._rates.worth_loading(tokens)
+        if tokens == 0 or not wanted or (quota is not None and tokens > quota):
+            plan.cancel()
+            self._counters.load_backs_skipped += tokens > 0
+            return 0
+        try:
+            pages = self._controller.alloc(plan.pages)
+        except CapacityError:
+            plan.cancel()
+            self._counters.load_backs_skipped += 1
+            return 0
+        except BaseException:
+            plan.cancel()
+            raise
+        self._controller.start_load(plan, pages, priority=priority)
+        return tokens
 
     def _backed_up(self, nodes: list[int]) -> None:
         if self._storage is not None:
@@ -394,7 +676,7 @@ class UnifiedCache:
         prefetch = self._storage.start(tokens, anchor, extra_key, cache_salt)
         if prefetch is not None and self.config.write_policy != "write_back":
             # Under write_through nothing on host hangs below a node that is not there.
-            self._transfers.want_backup([anchor])
+            self._controller.want_backup([anchor])
         return prefetch
 
     def _prefetch_over(self, prefetch: Prefetch) -> bool:
@@ -410,7 +692,7 @@ class UnifiedCache:
 
     def _stop_prefetch(self, prefetch: Prefetch) -> None:
         assert self._storage is not None
-        self._transfers.start_backups()
+        self._controller.begin_backups()
         self._storage.stop(prefetch)
 
     def _release_prefetch(self, prefetch: Prefetch) -> None:

@@ -8,11 +8,13 @@ from typing import Literal
 
 from unified_cache._native import PrefixTree
 from unified_cache.errors import ArgumentError
-from unified_cache.pools.layouts import HOST_LAYOUTS
+from unified_cache.pools.layouts import HOST_LAYOUTS, host_layout
 
 __all__ = ["HOST_LAYOUTS", "PREFETCH_POLICIES", "CacheConfig"]
 
 PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
+HOST_ORDERS = ("auto", "copies_first", "leaves_first")
+PINNED = ("auto", "require", "off")
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", None)
 
 
@@ -48,6 +50,14 @@ def _number(setting: str, value: object, *, above: float | None = None, times: i
         raise ArgumentError(f"{setting} must be {allowed}, not {value!r}")
 
 
+def _threshold(setting: str, value: object) -> None:
+    if isinstance(value, str):
+        if value != "auto":
+            raise ArgumentError(f"{setting} must be an integer >= 0 or 'auto', not {value!r}")
+        return
+    _integer(setting, value, 0)
+
+
 def _folder(setting: str, value: object) -> None:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
@@ -66,16 +76,32 @@ class CacheConfig:
         write_through_threshold: hits at which a prefix goes to host; None: 1, selective 3.
         hicache_ratio: host pages for each device page.
         hicache_size: size of the host pool in GB (10**9 bytes); wins over the ratio.
-        host_layout: how a page lies in host memory.
+        host_layout: how pages lie in host memory, one of `HOST_LAYOUTS`: "page_first" has each page contiguous,
+            "page_first_direct" also each of its layers, "page_head" has the heads outermost within a page, so that
+            ranks of different TP sizes share pages; "layer_first" is like the device, and goes with no storage.
+        host_order: what leaves the host first: "copies_first" copies of what is also on device, "leaves_first"
+            what only the host holds; "auto": the second if the host pool has more pages than the device.
+        host_register_chunk: bytes of host memory that are registered with the GPU in one piece, at most.
+        host_pinned: "auto": host memory that can not be registered with the GPU is used as it is, with a warning;
+            "require": it is refused; "off": it is not registered.
+        host_huge_pages: ask for huge pages.
+        host_numa_node: where the host memory lies; "auto": near the GPU; None: wherever the system puts it.
         eviction_policy: one of `PrefixTree.eviction_policies()`.
         policy_options: settings of the eviction policy by name.
-        load_back_threshold: shorter host hits (in tokens) are computed again, not copied.
+        load_back_threshold: shorter host hits (in tokens) are computed again, not copied; "auto": those that copying
+            takes longer for than computing, as measured.
+        pin_share: part of the host pool's tokens that pins may keep.
+        copy_blocks: blocks of 1,024 threads that a copy kernel takes on a GPU.
+        copy_threads: threads of a copy between CPU memories; None: chosen by the cores.
+        copy_pages: the most pages in one submission; None: everything that waits.
+        alloc_wait: seconds that `alloc` may wait for the next copy under way to end and free pages.
+        events: queue an event for each change of a tier, for `UnifiedCache.take_events`.
         storage: a folder that holds pages for longer than the process, as a path or ``file:///path``;
             None: no storage.
         prefetch_policy: how long a request waits for storage: "best_effort" not at all, "wait_complete"
             until everything found was read, "timeout" at most `prefetch_timeout` and
             `prefetch_timeout_per_1024` for every 1,024 tokens asked for.
-        prefetch_threshold: shorter storage hits (in tokens) are computed again, not read.
+        prefetch_threshold: shorter storage hits (in tokens) are computed again, not read; "auto" as above.
         prefetch_timeout: seconds.
         prefetch_timeout_per_1024: seconds for 1,024 tokens.
         model: name of the model, needed with storage: stored pages of another one are never hits.
@@ -91,12 +117,23 @@ class CacheConfig:
     hicache_ratio: float = 2.0
     hicache_size: float | None = None
     host_layout: str = "page_first"
+    host_order: Literal["auto", "copies_first", "leaves_first"] = "auto"
+    host_register_chunk: int = 256 * 10**9
+    host_pinned: Literal["auto", "require", "off"] = "auto"
+    host_huge_pages: bool = False
+    host_numa_node: int | Literal["auto"] | None = "auto"
     eviction_policy: str = "lru"
     policy_options: Mapping[str, int] | None = None
-    load_back_threshold: int = 10
+    load_back_threshold: int | Literal["auto"] = 10
+    pin_share: float = 0.25
+    copy_blocks: int = 2
+    copy_threads: int | None = None
+    copy_pages: int | None = None
+    alloc_wait: float = 10.0
+    events: bool = False
     storage: str | os.PathLike[str] | None = None
     prefetch_policy: str = "timeout"
-    prefetch_threshold: int = 256
+    prefetch_threshold: int | Literal["auto"] = 256
     prefetch_timeout: float = 1.0
     prefetch_timeout_per_1024: float = 0.25
     model: str = ""
@@ -109,12 +146,28 @@ class CacheConfig:
         if self.hicache_size is not None:
             _number("hicache_size", self.hicache_size, above=0, times=10**9)
         _one_of("host_layout", self.host_layout, HOST_LAYOUTS)
+        _one_of("host_order", self.host_order, HOST_ORDERS)
+        _integer("host_register_chunk", self.host_register_chunk, 4096)
+        _one_of("host_pinned", self.host_pinned, PINNED)
+        if self.host_numa_node not in ("auto", None):
+            _integer("host_numa_node", self.host_numa_node, 0)
         _one_of("eviction_policy", self.eviction_policy, tuple(PrefixTree.eviction_policies()))
-        _integer("load_back_threshold", self.load_back_threshold, 0)
+        _threshold("load_back_threshold", self.load_back_threshold)
+        _number("pin_share", self.pin_share)
+        if self.pin_share > 1:
+            raise ArgumentError(f"pin_share must be a number in 0..1, not {self.pin_share!r}")
+        _integer("copy_blocks", self.copy_blocks, 1, 65535)
+        for setting in ("copy_threads", "copy_pages"):
+            if getattr(self, setting) is not None:
+                _integer(setting, getattr(self, setting), 1)
+        _number("alloc_wait", self.alloc_wait)
         _one_of("prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES)
-        _integer("prefetch_threshold", self.prefetch_threshold, 0)
+        _threshold("prefetch_threshold", self.prefetch_threshold)
         _number("prefetch_timeout", self.prefetch_timeout)
         _number("prefetch_timeout_per_1024", self.prefetch_timeout_per_1024)
+        for setting in ("host_huge_pages", "events"):
+            if not isinstance(getattr(self, setting), bool):
+                raise ArgumentError(f"{setting} must be True or False, not {getattr(self, setting)!r}")
         for setting in ("model", "weight_version"):
             if not isinstance(getattr(self, setting), str):
                 raise ArgumentError(f"{setting} must be a string, not {getattr(self, setting)!r}")
@@ -129,15 +182,30 @@ class CacheConfig:
                 "storage needs a host tier: write_policy must be 'write_through', "
                 "'write_through_selective' or 'write_back', not None"
             )
+        if not host_layout(self.host_layout).contiguous_pages:
+            whole = ", ".join(repr(name) for name in HOST_LAYOUTS if host_layout(name).contiguous_pages)
+            raise ArgumentError(
+                f"storage keeps pages as they lie on host, each in one piece: host_layout must be one of {whole}, "
+                f"not {self.host_layout!r}"
+            )
         if not self.model:
             raise ArgumentError("storage needs model=...: it names whose pages these are")
 
-    def make_tree(self) -> PrefixTree:
-        """An empty tree with these settings; it checks those that are its own."""
+    def make_tree(self, device_pages: int = 1, host_pages: int = 1) -> PrefixTree:
+        """An empty tree with these settings, for pools of these sizes; it checks settings that are its own."""
+        order = self.host_order
+        if order == "auto":
+            # A host pool that holds more than the device keeps what the device has anyway: its copies there are
+            # of what was used last. In a smaller one they would leave no room for anything else.
+            order = "leaves_first" if host_pages > device_pages else "copies_first"
+        has_host = self.write_policy is not None
         return PrefixTree(
             self.page_size,
             eviction_policy=self.eviction_policy,
             policy_options=self.policy_options,
             write_policy=self.write_policy,
             write_through_threshold=self.write_through_threshold,
+            host_order=order,
+            events=self.events,
+            pin_capacity=int(self.pin_share * host_pages) * self.page_size if has_host else None,
         )

@@ -17,6 +17,7 @@ class Counters:
     requests: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
+    requests_retracted: int = 0  # times that one was taken off the device
     asked_tokens: int = 0  # of requests that began to compute, at that moment
     hit_tokens_device: int = 0
     hit_tokens_host: int = 0

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from unified_cache.controller.retracted import RetractedPages
 from unified_cache.errors import ArgumentError, CapacityError, LockError
 
 if TYPE_CHECKING:
     from unified_cache._native import HostLockReceipt, LockReceipt, Match
     from unified_cache.cache import UnifiedCache
+    from unified_cache.controller.operations import CacheOperation
     from unified_cache.controller.storage import Prefetch
-    from unified_cache.copies.cpu import CopyHandle
 
 __all__ = ["Request", "as_tokens"]
 
@@ -57,6 +58,11 @@ class Request:
         request.insert()                     # others can hit the prompt now
         request.extend([token]); ...compute it...
         request.finish()                     # or abort(), at any point
+
+    An engine that runs out of room can take a request off the device, and put it back later with the same bytes::
+
+        request.retract()                    # its device pages come free when their copy has ended
+        request.resume()                     # then extend, wait and go on
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Request:
         extra_key: str | None,
         cache_salt: str | None,
         priority: int,
+        *,
+        counted: bool = True,
     ) -> None:
         self._cache = cache
         self._epoch = cache._epoch
@@ -79,14 +87,20 @@ class Request:
         self._usable = max(self._length - 1, 0) // self._page_size * self._page_size
         self._ended = False
         self._computing = False
+        self._hits_counted = not counted
         # Pages of the positions from 0 on; the first `_borrowed` are the tree's, the others our own.
         self._pages = np.empty(0, np.uint32)
         self._borrowed = 0
         self._counted = 0  # tokens whose nodes have got this request's hit
         self._device_lock: LockReceipt | None = None
         self._host_lock: HostLockReceipt | None = None
-        self._load: CopyHandle | None = None  # the youngest: unless one fails, it ends last
+        self._loads: list[CacheOperation] = []  # that fill our pages, and whose end was not seen yet
         self._loaded_tokens = 0
+        self._retracted: RetractedPages | None = None
+        self._retracted_tokens = 0  # of the tree, at the front
+        # When computing the prompt began, and with which token; None: not measured (any more).
+        self._computing_since: float | None = None
+        self._computing_from = 0
         self._prefetch: Prefetch | None = None
         self._storage_hit = 0
         match = self._match()
@@ -131,14 +145,12 @@ class Request:
 
     @property
     def loaded(self) -> bool:
-        """The bytes of all pages of the tree are there (or their copy has failed: `wait` says so)."""
+        """The bytes of all pages that were loaded are there (or their copy has failed: `wait` says so)."""
         self._check()
-        if self._load is None:
-            return True
-        return self._load.done and all(handle.done for handle in self._older_loads())
+        return all(load.done for load in self._loads)
 
     def wait(self) -> None:
-        """Wait until the bytes of all pages that came from the tree are there.
+        """Wait until the bytes of all pages that were loaded are there.
 
         Call it before a forward reads them; it costs nothing if no copy is under way.
 
@@ -146,11 +158,18 @@ class Request:
             CopyError: the copy failed; only `abort` is left.
         """
         self._check()
-        if self._load is not None:
-            self._load.wait()
-            for handle in self._older_loads():
-                handle.wait()
-            self._load = None
+        controller = self._cache._controller
+        if self._loads:
+            controller.wait_loads(self._loads)
+            self._loads = []
+        if self._retracted is not None and self._retracted.state == "returning":
+            # Its bytes are there, and the next look at what has ended says so.
+            while self._retracted.state == "returning" and controller.take_done(wait=True):
+                pass
+        if not self.retracted:
+            self._retracted = None
+        if self._computing_since is not None:
+            self._computing_since = self._cache._clock()
 
     wait_loaded = wait
 
@@ -189,26 +208,9 @@ class Request:
             self._cache._stop_prefetch(self._prefetch)
         match = self._match()
         self._release_prefetch()
-        on_host = match.host_hit_length
-        if on_host == 0:
-            return self.device_length - before
-        cache = self._cache
-        if on_host < cache.config.load_back_threshold or (quota is not None and on_host > quota):
-            cache._counters.load_backs_skipped += 1
-            return self.device_length - before
-        plan = cache.tree.plan_load_back(match.last_host_node)
-        try:
-            pages = cache._transfers.alloc(plan.pages)
-        except CapacityError:
-            plan.cancel()
-            cache._counters.load_backs_skipped += 1
-            return self.device_length - before
-        except BaseException:
-            plan.cancel()
-            raise
-        cache._transfers.start_load(plan, pages)
-        self._loaded_tokens += on_host
-        self._match()
+        if match.host_hit_length:
+            self._loaded_tokens += self._cache._load_back(match.last_host_node, quota, self._priority)
+            self._match()
         return self.device_length - before
 
     # Computing
@@ -227,11 +229,14 @@ class Request:
             CapacityError: no room on device, even after evicting what may go; nothing was added.
         """
         self._check()
+        self._check_on_device("extend")
         more = as_tokens(tokens)
         length = self._length + len(more)
         missing = -(-length // self._page_size) - len(self._pages)
         if missing > 0:
-            self._pages = np.concatenate((self._pages, self._cache._transfers.alloc(missing)))
+            self._pages = np.concatenate((self._pages, self._cache._controller.alloc(missing)))
+        if self._computing and len(more):
+            self._computing_since = None  # from here on it is answers that are computed
         self._begin_computing()
         if length > len(self._tokens):
             grown = np.empty(max(length, 2 * len(self._tokens)), np.uint32)
@@ -253,8 +258,13 @@ class Request:
 
         Raises:
             ArgumentError: `computed` is more than have a slot.
+            CopyError: what was computed before a `retract` could not be copied back; only `abort` is left.
         """
         self._check()
+        self._check_on_device("insert")
+        if self._retracted is not None:
+            # Our own pages are on their way back, and nobody may hit them before they are there.
+            self.wait()
         ready = self._length if self._computing else self.device_length
         if computed is None:
             computed = ready
@@ -280,7 +290,81 @@ class Request:
         self._unlock()
         self._device_lock = lock
         # Somebody else may just be loading what we have computed, and we hold their pages now.
-        self._load = cache._transfers.load_of(inserted.pending_ack) or self._load
+        if inserted.pending_ack is not None:
+            self._loads = cache._controller.loads_under(inserted.node)
+        self._prefill_ended(computed)
+
+    # Off the device and back
+
+    @property
+    def retracted(self) -> bool:
+        """The request was taken off the device, and `resume` has not put it back."""
+        return self._retracted is not None and self._retracted.state in ("leaving", "away")
+
+    def retract(self) -> None:
+        """Take the request off the device: what it computed goes to host, in pages of its own, and comes back as it was.
+
+        Its device pages are free once that copy has ended, which `UnifiedCache.alloc` waits for if it needs them.
+        What it borrowed from the tree stays there, on device or on host.
+
+        Raises:
+            ArgumentError: there is no host tier.
+            CapacityError: no room on host; nothing has changed.
+            CopyError: pages that an earlier `resume` was to bring back did not arrive; only `abort` is left.
+            LockError: it computes nothing yet, or was retracted before.
+        """
+        self._check()
+        self._check_on_device("retract")
+        if not self._computing or self._device_lock is None:
+            raise LockError("retract comes after the first extend: the request has no pages of its own yet")
+        if self._retracted is not None:
+            self.wait()
+        cache, node, own = self._cache, self._device_lock.node, self._pages[self._borrowed :]
+        self._retracted = RetractedPages(cache._controller, own)
+        # The tree's part may leave the device too, and must not be lost: one lock on its end is enough for that.
+        cache._controller.want_backup([node])
+        self._host_lock = cache.tree.inc_host_lock_ref(node)
+        self._retracted_tokens = self.device_length
+        self._release_device_lock()
+        self._pages, self._borrowed, self._loads = np.empty(0, np.uint32), 0, []
+        self._computing_since = None
+        cache._counters.requests_retracted += 1
+
+    def resume(self) -> None:
+        """Put a retracted request back on device; `wait` before a forward reads its pages.
+
+        Raises:
+            CapacityError: no room on device; it is retracted as before.
+            LockError: it is not retracted.
+        """
+        self._check()
+        if self._retracted is None or not self.retracted:
+            raise LockError("resume comes after retract: the request is on device")
+        cache, tree = self._cache, self._cache.tree
+        tokens = self._tokens[: self._retracted_tokens]
+        names = {"extra_key": self._extra_key, "cache_salt": self._cache_salt}
+        match = tree.match_prefix(tokens, **names)
+        lock = tree.inc_lock_ref(match.last_device_node)
+        try:
+            if match.host_hit_length:
+                if not cache._load_back(match.last_host_node, None, self._priority, always=True):
+                    raise CapacityError(f"no room on device for {match.host_hit_length} tokens of the request")
+                match = tree.match_prefix(tokens, **names)
+                longer = tree.inc_lock_ref(match.last_device_node)
+                tree.dec_lock_ref(lock)
+                lock = longer
+            own, load = self._retracted.come_back()
+        except BaseException:
+            tree.dec_lock_ref(lock)
+            raise
+        self._device_lock = lock
+        self._release_host_lock()
+        self._pages = np.concatenate((match.device_pages, own))
+        self._borrowed = len(match.device_pages)
+        if match.pending_ack is not None:
+            self._loads = cache._controller.loads_under(match.last_device_node)
+        if load is not None:
+            self._loads = [*self._loads, load]
 
     # The end
 
@@ -312,13 +396,18 @@ class Request:
         self._ended = True
         self._unlock()
         own = self._pages[self._borrowed :]
-        self._load = None
+        self._loads = []
         self._pages = np.empty(0, np.uint32)
         self._borrowed = 0
         self._cache._active.discard(self)
         self._release_prefetch()
+        if self._retracted is not None:
+            # While they return, the first of our own pages are held there.
+            own = own[self._retracted.device_pages :]
+            self._retracted.give_up()
+            self._retracted = None
         # Last, since it is refused if the caller has freed one of them already.
-        self._cache._device_pages.free(own)
+        self._cache._controller.free_device(own)
 
     # Inside
 
@@ -342,23 +431,28 @@ class Request:
         self._device_lock, self._host_lock = device_lock, host_lock
         self._pages = match.device_pages
         self._borrowed = len(self._pages)
-        self._load = self._cache._transfers.load_of(match.pending_ack)
+        self._loads = []
+        if match.pending_ack is not None:
+            self._loads = self._cache._controller.loads_under(match.last_device_node)
         return match
 
-    def _older_loads(self) -> list[CopyHandle]:
-        """Loads of our pages beside the youngest one that have to be looked at one by one."""
-        if self._device_lock is None or not self._cache._transfers.troubled:
-            return []
-        return self._cache._transfers.loads_under(self._device_lock.node)
-
     def _unlock(self) -> None:
-        tree = self._cache.tree
+        self._release_device_lock()
+        self._release_host_lock()
+
+    def _release_device_lock(self) -> None:
         if self._device_lock is not None:
-            tree.dec_lock_ref(self._device_lock)
+            self._cache.tree.dec_lock_ref(self._device_lock)
             self._device_lock = None
+
+    def _release_host_lock(self) -> None:
         if self._host_lock is not None:
-            tree.dec_host_lock_ref(self._host_lock)
+            self._cache.tree.dec_host_lock_ref(self._host_lock)
             self._host_lock = None
+
+    def _check_on_device(self, step: str) -> None:
+        if self.retracted:
+            raise LockError(f"{step}: the request was retracted, so its pages are not on device: resume it first")
 
     def _release_prefetch(self) -> None:
         if self._prefetch is not None:
@@ -372,9 +466,11 @@ class Request:
             return
         self._computing = True
         self._release_prefetch()
-        if self._host_lock is not None:
-            self._cache.tree.dec_host_lock_ref(self._host_lock)
-            self._host_lock = None
+        self._release_host_lock()
+        self._computing_since, self._computing_from = self._cache._clock(), self.device_length
+        if self._hits_counted:
+            return
+        self._hits_counted = True
         counters = self._cache._counters
         # What was loaded came from the tail of the prefetch as far as that goes, the rest was on host.
         from_storage = min(self._storage_hit, self._loaded_tokens)
@@ -382,3 +478,12 @@ class Request:
         counters.hit_tokens_storage += from_storage
         counters.hit_tokens_host += self._loaded_tokens - from_storage
         counters.hit_tokens_device += self.device_length - self._loaded_tokens
+
+    def _prefill_ended(self, computed: int) -> None:
+        """The prompt, or its first chunk, was computed: that took so long."""
+        if self._computing_since is None:
+            return
+        rates, seconds = self._cache._rates, self._cache._clock() - self._computing_since
+        self._computing_since = None
+        if not rates.reported:
+            rates.prefilled(computed - self._computing_from, seconds)

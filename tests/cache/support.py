@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from unified_cache import CacheConfig, Request, UnifiedCache, page_hashes
-from unified_cache.copies.cpu import CopyHandle, CpuCopyEngine
-from unified_cache.errors import StorageError
-from unified_cache.pools.device import MhaDevicePool
+from unified_cache.controller.layer_done import LayerDoneCounter
+from unified_cache.copies.engine import CopyHandle, LayerEvents, Mark
+from unified_cache.errors import CopyError, StorageError
+from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
+from unified_cache.pools.planes import PoolPlanes
 from unified_cache.storage.contract import PageStatus, Store
 
 PAGE = 4
@@ -23,14 +25,19 @@ def toks(count: int, start: int = 0) -> np.ndarray:
     return np.arange(start, start + count, dtype=np.int64)
 
 
+Pool = MhaDevicePool | MlaDevicePool
+
+
 def make_pool(pages: int = 16, *, layers: int = 3, dtype: torch.dtype = torch.float32) -> MhaDevicePool:
     return MhaDevicePool(pages, PAGE, layers, heads=2, head_dim=4, dtype=dtype)
 
 
-def make_cache(pages: int = 16, **settings: Any) -> UnifiedCache:
-    clock = settings.pop("clock", None)
+def make_cache(pages: int | Pool = 16, **settings: Any) -> UnifiedCache:
+    """A cache on a small pool, or on the one given."""
+    others = {name: settings.pop(name) for name in ("clock", "copies") if name in settings}
+    if settings.get("write_policy", "") is not None: others.setdefault("copies", LateCopies.between)  #XXX
     config = CacheConfig(page_size=PAGE, **({"model": "test"} | settings))
-    return UnifiedCache(config, make_pool(pages), **({} if clock is None else {"clock": clock}))
+    return UnifiedCache(config, make_pool(pages) if isinstance(pages, int) else pages, **others)
 
 
 class Clock:
@@ -44,12 +51,30 @@ class Clock:
 # The model: what a page holds is a function of the tokens up to its end, and of the namespace.
 
 
-def page_content(pool: MhaDevicePool, digest: bytes) -> torch.Tensor:
-    shape = (2, pool.layers, pool.page_size, pool.words.shape[-1])
-    index = np.arange(int(np.prod(shape)), dtype=np.uint64)
+def page_content(planes: PoolPlanes, digest: bytes) -> torch.Tensor:
+    """The bytes of a page, uint8 (layers, parts, tokens, heads, bytes of a run)."""
+    shape = planes.shape
+    index = np.arange(shape.page_bytes, dtype=np.uint64)
     seed = np.frombuffer(digest, np.uint64)
-    words = seed[index % 4] + index * np.uint64(0x9E3779B97F4A7C15)
-    return torch.from_numpy(words.view(np.int64).reshape(shape)).to(pool.words.dtype)
+    mixed = (seed[index % 4] + index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    content = torch.from_numpy(mixed.astype(np.uint8))
+    return content.reshape(shape.layers, shape.parts, shape.tokens, shape.heads, shape.run_bytes)
+
+
+def read_page(planes: PoolPlanes, page: int) -> torch.Tensor:
+    """What a page holds, in the form of `page_content`."""
+    shape = planes.shape
+    parts = [tensor[page].contiguous().view(torch.uint8) for tensor in planes.tensors]
+    return torch.stack(parts).reshape(
+        shape.layers, shape.parts, shape.tokens, shape.heads, shape.run_bytes
+    )
+
+
+def write_page(planes: PoolPlanes, page: int, content: torch.Tensor) -> None:
+    """Put bytes in the form of `page_content` into a page."""
+    flat = content.reshape(len(planes.tensors), *content.shape[2:])
+    for tensor, part in zip(planes.tensors, flat, strict=True):
+        tensor[page].view(torch.uint8).copy_(part)
 
 
 def _digests(request: Request) -> list[bytes]:
@@ -59,20 +84,20 @@ def _digests(request: Request) -> list[bytes]:
 
 def compute(request: Request, start: int | None = None) -> None:
     """Write the whole pages of a request past `start` (default: what it got from the cache)."""
-    pool = request._cache.device_pool
+    planes = request._cache.device_pool.planes
     first = (request.device_length if start is None else start) // PAGE
     pages = request.pages
     for at, digest in enumerate(_digests(request)[first:], first):
-        pool.words[:, :, int(pages[at])] = page_content(pool, digest)
+        write_page(planes, int(pages[at]), page_content(planes, digest))
 
 
 def assert_served(request: Request) -> None:
     """Everything that the cache says is on device is what the model would have written."""
-    pool = request._cache.device_pool
+    planes = request._cache.device_pool.planes
     pages = request.pages
     for at, digest in enumerate(_digests(request)[: request.device_length // PAGE]):
-        served = pool.words[:, :, int(pages[at])]
-        assert torch.equal(served, page_content(pool, digest)), f"page {at} of {request.tokens}"
+        served = read_page(planes, int(pages[at]))
+        assert torch.equal(served, page_content(planes, digest)), f"page {at} of {request.tokens}"
 
 
 def serve(
@@ -105,11 +130,13 @@ def assert_nothing_held(cache: UnifiedCache) -> None:
     cache._device_pages.check()
     usage = cache.usage()
     assert usage["requests"] == 0
-    assert usage["device_free_pages"] + usage["device_tree_pages"] == usage["device_pages"]
     assert cache.tree.protected_tokens == 0
+    assert usage["device_free_pages"] + usage["device_tree_pages"] == usage["device_pages"]
+    assert usage["host_free_pages"] + usage["host_tree_pages"] == usage["host_pages"]
+    for tier in ("device", "host"):
+        assert usage[f"{tier}_request_pages"] == usage[f"{tier}_quarantined_pages"] == 0
     if cache._host_pages is not None:
         cache._host_pages.check()
-        assert usage["host_free_pages"] + usage["host_tree_pages"] == usage["host_pages"]
 
 
 # Timing that a test decides
@@ -119,59 +146,171 @@ class LateHandle(CopyHandle):
     """A copy that runs when `LateCopies` is told to, or when somebody waits for it."""
 
     engine: LateCopies
+    after: Mark | None = None
+    layers: LayerEvents | None = None
 
     def wait(self) -> None:
+        self.engine.frozen = False
         while not self.done:
-            self.engine.run(self.direction)
+            assert self.engine.run(self.direction) or self.engine.progress()
         super().wait()
 
 
-class LateCopies(CpuCopyEngine):
+class BlockedError(Exception):
+    """A forward waits for a copy that can not run now."""
+
+
+class LateLayers:
+    """Layers arrive when the copy runs; a forward that waits lets it run."""
+
+    def __init__(self, engine: LateCopies) -> None:
+        self._engine = engine
+        self._arrived: set[int] = set()
+        self._error: Exception | None = None
+        self.done = True
+
+    def begin(self) -> None:
+        self._arrived.clear()
+        self._error, self.done = None, False
+
+    def record(self, layer: int) -> None:
+        self._arrived.add(layer)
+        self.done = len(self._arrived) == self._engine.device.shape.layers
+
+    def fail(self, error: Exception) -> None:
+        self._error, self.done = error, True
+
+    def wait(self, layer: int) -> None:
+        while layer not in self._arrived and self._error is None:
+            if not self._engine.run("load"):
+                raise BlockedError
+        if self._error is not None:
+            raise CopyError(f"the load copy failed: {self._error}")
+
+
+class LateCopies:
     """Copies end when the test says so: in order in each direction, in any order between the two.
 
-    Until then their targets hold garbage, so that reading too early shows.
+    Until then their targets hold garbage, so that reading too early shows. It shares no code with the
+    engines of the package: bytes go through torch's indexing.
     """
 
-    def __init__(self, cache: UnifiedCache) -> None:
-        assert cache.host_pool is not None
-        super().__init__(cache.device_pool, cache.host_pool)
-        self.queues: dict[str, deque[CopyHandle]] = {"backup": deque(), "load": deque()}
+    def __init__(self, device: PoolPlanes, host: PoolPlanes) -> None:
+        self.device, self.host = device, host
+        self.queues: dict[str, deque[LateHandle]] = {"backup": deque(), "load": deque()}
         self.fail: Callable[[CopyHandle], bool] = lambda handle: False
-        assert cache._copies is not None
-        cache._copies.close()
-        cache._copies = cache._transfers._copies = self
+        self.seconds: Callable[[CopyHandle], float] = lambda handle: 0.0
+        self.forward: Callable[[], Mark | None] = lambda: None
+        self.progress: Callable[[], bool] = lambda: False  # something else that a copy may wait for goes on
+        self.frozen = False
+        self.submitted: list[LateHandle] = []
+        self._ended: deque[CopyHandle] = deque()
 
-    def _submit(self, handle: CopyHandle) -> CopyHandle:
-        late = LateHandle(handle.direction, handle.device_pages, handle.host_pages)
-        late.engine = self
-        self._running += 1
+    @classmethod
+    def between(cls, device: Any, host: Any) -> LateCopies:
+        """For the argument `copies` of a cache."""
+        return cls(device.planes, host.planes)
+
+    @classmethod
+    def into(cls, cache: UnifiedCache) -> LateCopies:
+        """Put one in place of the engine of a cache that copies nothing now."""
+        assert cache.host_pool is not None
+        assert cache._copies is not None
+        assert cache._copies.running == 0
+        cache._copies.close()
+        engine = cls(cache.device_pool.planes, cache.host_pool.planes)
+        cache._copies = cache._controller._copies = engine
+        cache._controller.layer_done = LayerDoneCounter(engine.new_layer_events)
+        return engine
+
+    @property
+    def running(self) -> int:
+        return len(self._ended) + sum(map(len, self.queues.values()))
+
+    def record_forward(self) -> Mark | None:
+        return self.forward()
+
+    def new_layer_events(self) -> LateLayers:
+        return LateLayers(self)
+
+    def submit_backup(
+        self, device_pages: np.ndarray, host_pages: np.ndarray, *, after: Mark | None = None
+    ) -> CopyHandle:
+        return self._submit(LateHandle("backup", device_pages, host_pages), after, None)
+
+    def submit_load(
+        self,
+        device_pages: np.ndarray,
+        host_pages: np.ndarray,
+        *,
+        after: Mark | None = None,
+        layers: LayerEvents | None = None,
+    ) -> CopyHandle:
+        return self._submit(LateHandle("load", device_pages, host_pages), after, layers)
+
+    def _submit(self, late: LateHandle, after: Mark | None, layers: LayerEvents | None) -> LateHandle:
+        assert len(late.device_pages) == len(late.host_pages) > 0
+        late.engine, late.after, late.layers = self, after, layers
         self.queues[late.direction].append(late)
-        if late.direction == "load":
-            self._device.words[:, :, late.device_pages.astype(np.int64)] = -1
-        else:
-            self._host.words[late.host_pages.astype(np.int64)] = -2
+        self.submitted.append(late)
+        if late.direction == "backup":
+            self._poison(self.host, late.host_pages)
+        elif after is None or after.done:
+            self._poison(self.device, late.device_pages)
         return late
 
+    def _poison(self, planes: PoolPlanes, pages: np.ndarray) -> None:
+        for tensor in planes.tensors:
+            tensor.view(torch.uint8)[pages.astype(np.int64)] = 0xEE
+
     def run(self, direction: str) -> bool:
-        """Let the oldest copy of a direction run."""
-        if not self.queues[direction]:
+        """Let the oldest copy of a direction run; False if there is none, or it has to wait."""
+        queue = self.queues[direction]
+        if not queue or self.frozen or (queue[0].after is not None and not queue[0].after.done):
             return False
-        handle = self.queues[direction].popleft()
-        if self.fail(handle):
-            handle._end(OSError("injected"))
-            self._ended.put(handle)
-        else:
-            self._run(handle)
+        handle = queue.popleft()
+        handle.begun = True
+        handle.seconds = self.seconds(handle)
+        error = OSError("injected") if self.fail(handle) else None
+        if error is None:
+            self._copy(handle)
+        elif handle.layers is not None:
+            handle.layers.fail(error)
+        handle._end(error)
+        self._ended.append(handle)
         return True
+
+    def _copy(self, handle: LateHandle) -> None:
+        device_pages, host_pages = (
+            torch.from_numpy(pages.astype(np.int64)) for pages in (handle.device_pages, handle.host_pages)
+        )
+        parts = self.device.shape.parts
+        for at, (device, host) in enumerate(zip(self.device.tensors, self.host.tensors, strict=True)):
+            on_device, on_host = device.view(torch.uint8), host.view(torch.uint8)
+            if handle.direction == "backup":
+                on_host[host_pages] = on_device[device_pages]
+            else:
+                on_device[device_pages] = on_host[host_pages]
+            if handle.layers is not None and (at + 1) % parts == 0:
+                handle.layers.record(at // parts)
 
     def run_all(self) -> None:
         while self.run("backup") or self.run("load"):
             pass
 
     def take_done(self, *, wait: bool = False, timeout: float | None = None) -> list[CopyHandle]:
-        if wait and self._ended.empty() and not self.run("backup"):
-            self.run("load")
-        return super().take_done()
+        if wait and timeout is None:
+            self.frozen = False  # who waits without a limit waits until it goes on
+        while wait and not self._ended and not self.frozen:
+            if not (self.run("backup") or self.run("load") or self.progress()):
+                break
+        taken = list(self._ended)
+        self._ended.clear()
+        return taken
+
+    def close(self) -> None:
+        for queue in self.queues.values():
+            queue.clear()
 
 
 class ManualWorker:

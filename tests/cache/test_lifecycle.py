@@ -131,6 +131,7 @@ def test_reset_with_pages_out() -> None:
         cache.alloc(3)
         cache.begin(toks(17)).extend()
         cache.reset(force=True)
+        assert cache.flush(30)
         assert cache.usage()["device_free_pages"] == 16
 
 

@@ -27,6 +27,7 @@ SHAPE = {
     "layers": 2,
     "heads": 4,
     "head_dim": 8,
+    "kind": "mha",
     "page_size": 16,
     "layout": "page_first",
 }

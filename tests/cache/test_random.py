@@ -1,35 +1,99 @@
-"""The whole cache under random calls, with copies and storage that come late, in any order, or fail.
+"""The whole cache under random calls, with forwards, copies and storage that come late, in any order, or fail.
 
-Every page that is served is compared with what the model writes for its tokens; after every step the tree
-is checked, at the end of an episode every page is free or in the tree.
+The forwards of the engine are a stream, as on a GPU: what a request computes is written, and what it is served is
+read, when the stream gets there, which may be long after the request has ended. So a copy that does not wait for
+the forward that wrote its pages, or that overwrites what one still reads, brings wrong bytes.
+
+Every page that is served is compared with what the model writes for its tokens; after every step the tree and
+the page accounts are checked, and at the end of an episode nothing is held.
+
+``UNIFIED_CACHE_RANDOM_STEPS`` sets the number of steps, ``UNIFIED_CACHE_RANDOM_SEED`` where the seeds begin.
 """
+
+from __future__ import annotations
 
 import os
 import random
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.cache.support import (
     PAGE,
+    BlockedError,
     Clock,
     LateCopies,
     MemoryStore,
+    Pool,
+    _digests,
     assert_nothing_held,
-    assert_served,
     chance,
-    compute,
     make_cache,
+    page_content,
+    read_page,
     with_manual_storage,
+    write_page,
 )
-from unified_cache import CapacityError, CopyError, LockError, PrefixTree, Request
+from unified_cache import ArgumentError, CapacityError, CopyError, LockError, PrefixTree, Request, UnifiedCache
+from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 
-STEPS = 600
-SEEDS = int(os.environ.get("UNIFIED_CACHE_RANDOM_SEEDS", "14"))
+STEPS = 1000  # of an episode
+EPISODES = -(-int(os.environ.get("UNIFIED_CACHE_RANDOM_STEPS", "100000")) // STEPS)
+GROUPS = 10
+FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_RANDOM_SEED", "0"))
 
 NAMESPACES: list[dict[str, str]] = [{}] * 8 + [{"extra_key": "lora"}, {"cache_salt": "tenant"}]
+
+
+class Stream:
+    """What forwards do, in order, some time after they were launched."""
+
+    def __init__(self) -> None:
+        self.queued: deque[Callable[[], None]] = deque()
+        self.launched = self.done = 0
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self.queued.append(work)
+        self.launched += 1
+
+    def step(self) -> bool:
+        if not self.queued:
+            return False
+        try:
+            self.queued[0]()
+        except BlockedError:
+            return False
+        self.queued.popleft()
+        self.done += 1
+        return True
+
+    def mark(self) -> StreamMark:
+        return StreamMark(self, self.launched)
+
+
+class StreamMark:
+    def __init__(self, stream: Stream, position: int) -> None:
+        self.stream, self.position = stream, position
+
+    @property
+    def done(self) -> bool:
+        return self.stream.done >= self.position
+
+    def wait(self) -> None:
+        raise AssertionError("a copy engine of the tests never waits")
+
+
+def make_random_pool(rng: random.Random) -> Pool:
+    pages, layers = rng.choice((16, 24, 32)), rng.randrange(1, 4)
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float8_e4m3fn))
+    if chance(rng, 0.3):
+        return MlaDevicePool(pages, PAGE, layers, 6, dtype)
+    return MhaDevicePool(pages, PAGE, layers, 2, 4, dtype)
 
 
 class Episode:
@@ -42,25 +106,43 @@ class Episode:
         settings: dict[str, Any] = {"write_policy": policy, "clock": self.clock}
         if policy is not None:
             settings["hicache_ratio"] = rng.choice((0.25, 0.5, 1.0, 2.0, 3.0))
-            settings["load_back_threshold"] = rng.choice((0, 10))
+            settings["load_back_threshold"] = rng.choice((0, 10, "auto"))
+            settings["host_layout"] = rng.choice(("page_first", "page_first_direct", "page_head"))
+            settings["host_order"] = rng.choice(("auto", "copies_first", "leaves_first"))
+            settings["copy_pages"] = rng.choice((None, None, 1, 3))
+            settings["copies"] = LateCopies.between
         if policy == "write_through_selective":
             settings["write_through_threshold"] = 2
-        self.stored = policy is not None and chance(rng, 0.7)
+        self.stored = policy is not None and chance(rng, 0.5)
         if self.stored:
             settings["storage"] = str(folder)
-            settings["prefetch_threshold"] = rng.choice((0, 2 * PAGE))
+            settings["prefetch_threshold"] = rng.choice((0, 2 * PAGE, "auto"))
             settings["prefetch_policy"] = rng.choice(("best_effort", "timeout", "wait_complete"))
+        elif policy is not None and chance(rng, 0.25):
+            settings["host_layout"] = "layer_first"
         settings["eviction_policy"] = rng.choice(PrefixTree.eviction_policies())
-        self.cache = make_cache(rng.choice((16, 24, 32)), **settings)
-        self.copies = LateCopies(self.cache) if policy is not None else None
-        self.failing = chance(rng, 0.3)
-        if self.copies is not None and self.failing:
-            self.copies.fail = lambda handle: chance(rng, 0.1)
+        self.cache: UnifiedCache = make_cache(make_random_pool(rng), **settings)
+        self.planes = self.cache.device_pool.planes
+        self.stream = Stream()
+        self.failing = False
+        self.copies: LateCopies | None = None
+        if policy is not None:
+            assert isinstance(self.cache._copies, LateCopies)
+            self.copies = self.cache._copies
+            self.copies.forward = self.stream.mark
+            self.copies.progress = self.stream.step
+            self.copies.seconds = lambda handle: len(handle.device_pages) * rng.choice((1e-4, 1e-2))
+            self.failing = chance(rng, 0.3)
+            if self.failing:
+                self.copies.fail = lambda handle: chance(rng, 0.1)
         self.store = MemoryStore()
         if chance(rng, 0.5):
             self.store.fault = self.fault
         self.io = with_manual_storage(self.cache, self.store) if self.stored else ()
         self.requests: list[Request] = []
+        self.pins: list[Any] = []
+        self.own_locks: list[Any] = []
+        self.weights = 0
         self.before = self.cache.stats()
 
     def fault(self) -> str | None:
@@ -78,12 +160,64 @@ class Episode:
             tokens[at:] += 100 * rng.randrange(1, 3)
         return tokens
 
+    # Forwards
+
+    def content(self, digest: bytes) -> torch.Tensor:
+        """What the model writes: other weights compute other bytes."""
+        return page_content(self.planes, digest) + self.weights
+
+    def expect(self, page: int, content: torch.Tensor, what: str) -> Callable[[], None]:
+        def check() -> None:
+            assert torch.equal(read_page(self.planes, page), content), what
+
+        return check
+
+    def forward(self, request: Request, start: int) -> None:
+        """Read what the request was served, and write its whole pages from `start` on."""
+        pages, digests = request.pages.tolist(), _digests(request)
+        if chance(self.rng, 0.5):
+            request.wait()
+            for at in range(request.device_length // PAGE):
+                self.stream.launch(
+                    self.expect(pages[at], self.content(digests[at]), f"page {pages[at]}, number {at} of {request.tokens}")
+                )
+        else:
+            self.cache.begin_forward([request])
+            counter = self.cache._controller.layer_done
+            consumed = () if counter is None else counter._consumed
+            served = [
+                (pages[at], self.content(digests[at])) for at in range(request.device_length // PAGE)
+            ]
+            for layer in range(self.planes.shape.layers):
+                self.stream.launch(lambda layer=layer: self.read_layer(consumed, layer, served))  # type: ignore[misc]
+        for at in range(start // PAGE, len(digests)):
+            content = self.content(digests[at])
+            self.stream.launch(lambda page=pages[at], to=content: write_page(self.planes, page, to))  # type: ignore[misc]
+
+    def read_layer(self, consumed: Any, layer: int, served: list[tuple[int, torch.Tensor]]) -> None:
+        """A layer of a forward: it waits for its own pages, and reads them."""
+        for events in consumed:
+            try:
+                events.wait(layer)
+            except CopyError:
+                assert self.failing
+                return
+        for page, content in served:
+            assert torch.equal(read_page(self.planes, page)[layer], content[layer]), (page, layer)
+
     # Steps
 
     def begin(self) -> None:
         if len(self.requests) < 4:
             namespace = self.rng.choice(NAMESPACES)
-            self.requests.append(self.cache.begin(self.prompt(), priority=self.rng.randrange(3), **namespace))
+            self.requests.append(
+                self.cache.begin(
+                    self.prompt(),
+                    priority=self.rng.randrange(3),
+                    resumed=chance(self.rng, 0.1),
+                    **namespace,
+                )
+            )
 
     def advance(self) -> None:
         """One more step of a request's life, of those that are allowed now."""
@@ -92,41 +226,99 @@ class Episode:
         rng = self.rng
         request = rng.choice(self.requests)
         if chance(rng, 0.08):
-            request.abort()
-            self.requests.remove(request)
+            self.drop(request)
             return
         try:
-            if not request._computing:
+            if request.retracted:
+                with pytest.raises(LockError, match="resume it first"):
+                    rng.choice((request.extend, request.insert, request.finish, request.retract))()
+                request.resume()
+                self.forward(request, len(request.pages) * PAGE)
+            elif not request._computing:
                 done = request.prefetch_done()
                 if chance(rng, 0.8 if done else 0.1):
                     request.load_back(rng.choice((None, None, None, 2 * PAGE)))
                 if done or chance(rng, 0.1):
                     request.extend()
-                    request.wait()
-                    assert_served(request)
-                    compute(request)
-            elif chance(rng, 0.4):
+                    self.forward(request, request.device_length)
+                    self.clock.now += 0.001 * len(request.tokens)
+            elif chance(rng, 0.3):
                 start = len(request.tokens) // PAGE * PAGE
                 request.extend([rng.randrange(3) for _ in range(rng.randrange(1, 6))])
-                compute(request, max(start, request.device_length))
+                self.forward(request, max(start, request.device_length))
+            elif self.copies is not None and chance(rng, 0.25):
+                request.retract()
             elif chance(rng, 0.5):
                 length = len(request.tokens)
                 computed = rng.choice((None, rng.randrange(length + 1)))
                 request.insert(chunked=chance(rng, 0.4), computed=computed)
-                request.wait()
-                assert_served(request)
+                self.forward(request, len(request.pages) * PAGE)
             else:
                 request.finish()
                 self.requests.remove(request)
         except CapacityError:
             # An engine would hold it back; ours gives it up, or else lets another one end first.
             if chance(rng, 0.5):
-                request.abort()
-                self.requests.remove(request)
+                self.drop(request)
         except CopyError:
             assert self.failing
-            request.abort()
-            self.requests.remove(request)
+            self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        request.abort()
+        self.requests.remove(request)
+
+    def single_steps(self) -> None:
+        """What an engine does that keeps its own requests."""
+        rng, cache = self.rng, self.cache
+        if self.own_locks and chance(rng, 0.5):
+            cache.unlock(self.own_locks.pop())
+            return
+        namespace = rng.choice(NAMESPACES)
+        tokens = self.prompt()
+        match = cache.match_prefix(tokens, **namespace)
+        lock = cache.lock(match.last_device_node)
+        try:
+            cache.load_back(match.last_host_node, rng.choice((None, 2 * PAGE)), priority=rng.randrange(2))
+            match = cache.match_prefix(tokens, **namespace)
+            longer = cache.lock(match.last_device_node)
+            cache.unlock(lock)
+            lock = longer
+            if chance(rng, 0.5):
+                cache.wait_loaded(match.last_device_node)
+                assert cache.loaded(match.last_device_node)
+            whole = len(tokens) // PAGE
+            own = cache.alloc(whole - len(match.device_pages))
+        except (CapacityError, CopyError) as error:
+            assert self.failing or isinstance(error, CapacityError)
+            cache.unlock(lock)
+            return
+        pages = np.concatenate((match.device_pages, own))
+        request = self.cache.begin(tokens, resumed=True, **namespace)
+        for at, digest in enumerate(_digests(request)[: whole]):
+            if at >= len(match.device_pages):
+                content = self.content(digest)
+                self.stream.launch(lambda page=int(pages[at]), to=content: write_page(self.planes, page, to))  # type: ignore[misc]
+        request.abort()
+        cache.insert(
+            tokens, pages, prev_prefix_len=len(match.device_pages) * PAGE, **namespace
+        )
+        self.own_locks.append(lock)
+
+    def pin(self) -> None:
+        rng, cache = self.rng, self.cache
+        if self.pins and chance(rng, 0.4):
+            pinned = self.pins.pop(rng.randrange(len(self.pins)))
+            try:
+                cache.unpin(pinned)
+            except LockError:
+                assert pinned.expires_at is not None
+                assert self.clock.now >= pinned.expires_at
+            return
+        try:
+            self.pins.append(cache.pin(self.prompt(), rng.choice((None, 0.5, 3.0)), **rng.choice(NAMESPACES)))
+        except ArgumentError:
+            pass  # too much is pinned, or there is no host tier
 
     def io_step(self) -> None:
         rng = self.rng
@@ -134,7 +326,13 @@ class Episode:
         for worker in self.io:
             if chance(rng, 0.7):
                 worker.run()
+        for _ in range(rng.randrange(20)):
+            self.stream.step()
         if self.copies is not None:
+            if chance(rng, 0.05):
+                self.copies.frozen = not self.copies.frozen
+            elif chance(rng, 0.2):
+                self.copies.frozen = False
             for direction in ("backup", "load"):
                 if chance(rng, 0.5):
                     self.copies.run(direction)
@@ -143,14 +341,18 @@ class Episode:
         kind = self.rng.random()
         if kind < 0.15:
             self.begin()
-        elif kind < 0.55:
+        elif kind < 0.50:
             self.advance()
-        elif kind < 0.75:
+        elif kind < 0.70:
             self.io_step()
-        elif kind < 0.95:
+        elif kind < 0.90:
             self.cache.tick()
-        elif kind < 0.98:
+        elif kind < 0.94:
+            self.single_steps()
+        elif kind < 0.97:
             self.cache.evict(self.rng.randrange(4))
+        elif kind < 0.985:
+            self.pin()
         elif kind < 0.995:
             pages = self.rng.randrange(4)
             try:
@@ -162,49 +364,72 @@ class Episode:
         self.check()
 
     def reset(self) -> None:
-        self.cache.reset(force=True)
+        if chance(self.rng, 0.5):
+            self.cache.reset(force=True)
+        else:
+            self.weights = (self.weights + 1) % 250
+            self.cache.update_weights(f"v{self.weights}", force=True)
         for request in self.requests:
             with pytest.raises(LockError):
                 request.extend()
             request.abort()
             request.abort()
-        self.requests.clear()
-        assert self.cache.usage()["device_free_pages"] == self.cache.usage()["device_pages"]
-        assert self.cache.usage()["host_free_pages"] == self.cache.usage()["host_pages"]
+        for lock in self.own_locks:
+            with pytest.raises(LockError):
+                self.cache.unlock(lock)
+        for pinned in self.pins:
+            with pytest.raises(LockError):
+                self.cache.unpin(pinned)
+        for held in (self.requests, self.own_locks, self.pins):
+            held.clear()
+        usage = self.cache.usage()
+        for tier in ("device", "host"):
+            free, quarantined = usage[f"{tier}_free_pages"], usage[f"{tier}_quarantined_pages"]
+            assert free + quarantined == usage[f"{tier}_pages"]
+            assert usage[f"{tier}_tree_pages"] == usage[f"{tier}_request_pages"] == 0
 
     def check(self) -> None:
         cache = self.cache
         cache.tree.check_invariants()
-        own = sum(len(request._pages) - request._borrowed for request in self.requests)
         usage = cache.usage()
-        assert usage["device_free_pages"] + usage["device_tree_pages"] + own == usage["device_pages"]
-        if cache._host_pages is not None:
-            link = cache._storage
-            reading = 0 if link is None else sum(len(p.pages) - p.kept for p in link._prefetches.values())
-            assert usage["host_free_pages"] + usage["host_tree_pages"] + reading == usage["host_pages"]
+        link = cache._storage
+        reading = 0 if link is None else sum(len(p.pages) - p.kept for p in link._prefetches.values())
+        for tier, others in (("device", 0), ("host", reading)):
+            parts = ("free", "tree", "request", "quarantined")
+            held = sum(usage[f"{tier}_{part}_pages"] for part in parts) + others
+            assert held == usage[f"{tier}_pages"], (tier, usage)
         now = cache.stats()
         assert all(now[name] >= count for name, count in self.before.items())
         self.before = now
 
     def end(self) -> None:
+        if self.copies is not None:
+            self.copies.frozen = False
         for request in self.requests:
-            if chance(self.rng, 0.5):
+            if chance(self.rng, 0.5) or request.retracted:
                 request.abort()
-            elif request.loaded:
-                request.finish()
             else:
-                request.abort()
+                try:
+                    request.finish()
+                except CopyError:
+                    assert self.failing
+                    request.abort()
         self.requests.clear()
+        for lock in self.own_locks:
+            self.cache.unlock(lock)
+        self.own_locks.clear()
         if self.copies is not None:
             self.copies.fail = lambda handle: False
         for _ in range(1000):
+            while self.stream.step():
+                pass
             if self.copies is not None:
                 self.copies.run_all()
             for worker in self.io:
                 worker.drain()
             self.cache.tick()
             link = self.cache._storage
-            if self.cache._transfers.idle and (link is None or link.idle):
+            if self.cache._controller.idle and (link is None or link.idle):
                 break
         assert_nothing_held(self.cache)
         stats = self.cache.stats()
@@ -213,9 +438,16 @@ class Episode:
         self.cache.close()
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_calls(seed: int, tmp_path: Path) -> None:
-    episode = Episode(seed, tmp_path)
-    for _ in range(STEPS):
-        episode.step()
-    episode.end()
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_calls(group: int, tmp_path: Path) -> None:
+    for at in range(group, EPISODES, GROUPS):
+        seed = FIRST_SEED + at
+        folder = tmp_path / str(seed)
+        try:
+            episode = Episode(seed, folder)
+            for _ in range(STEPS):
+                episode.step()
+            episode.end()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise

@@ -262,7 +262,7 @@ def test_computing_meanwhile_makes_what_was_read_duplicates(tmp_path: Path) -> N
     other.extend()
     compute(other)
     other.finish()
-    assert not scene.cache._transfers.idle
+    assert not scene.cache._controller.idle
     scene.cache.tick()
     scene.reads.drain()
     scene.cache.tick()
@@ -370,7 +370,7 @@ def test_pages_being_written_stay_and_leave_room_for_others(tmp_path: Path) -> N
     scene = Scene(tmp_path, pages=32, hicache_ratio=0.5)
     cache = scene.cache
     scene.store.clear()
-    copies = LateCopies(cache)
+    copies = LateCopies.into(cache)
     for start in (1000, 2000, 3000):
         request = cache.begin(toks(5 * PAGE + 1, start))
         request.extend()
@@ -413,6 +413,7 @@ def test_reset_waits_for_what_the_threads_touch(tmp_path: Path) -> None:
     scene.cache.reset(force=True)
     assert isinstance(scene.reads, ManualWorker)
     assert not scene.reads.jobs
+    assert scene.cache.flush(0.01)
     assert scene.cache.usage()["host_free_pages"] == 64
     scene.cache.tick()
     scene.end()

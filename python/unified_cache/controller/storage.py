@@ -24,7 +24,8 @@ from unified_cache.storage.keys import page_keys
 from unified_cache.storage.prefetch import ReadJob, StoragePrefetch
 
 if TYPE_CHECKING:
-    from unified_cache.pools.host import MhaHostPool
+    from unified_cache.controller.recompute import LoadOrRecompute
+    from unified_cache.pools.host import HostPool
 
 __all__ = ["Prefetch", "StorageLink"]
 
@@ -45,6 +46,7 @@ class Prefetch:
         namespace: tuple[str | None, str | None],
         anchor: HostLockReceipt,
         started: float,
+        threshold: int,
     ) -> None:
         self.job = job
         self.tokens = tokens
@@ -56,6 +58,7 @@ class Prefetch:
         self.inserted_pages = 0  # pages past the anchor that are in the tree because of this
         self.lock: HostLockReceipt | None = anchor  # the anchor, then the end of what was inserted
         self.started = started
+        self.threshold = threshold  # tokens: a shorter hit is computed again
 
 
 @dataclass
@@ -79,18 +82,20 @@ class StorageLink:
         config: thresholds and policies.
         clock: seconds.
         counters: counts.
+        rates: which hits are worth reading; told how long reading takes.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        pool: MhaHostPool,
+        pool: HostPool,
         host: PageAllocator,
         store: Store,
         fingerprint: str,
         config: CacheConfig,
         clock: Callable[[], float],
         counters: Counters,
+        rates: LoadOrRecompute,
     ) -> None:
         self.store = store
         self._tree = tree
@@ -100,6 +105,7 @@ class StorageLink:
         self._config = config
         self._clock = clock
         self._counters = counters
+        self._rates = rates
         self._done: queue.SimpleQueue[WriteJob | ReadJob] = queue.SimpleQueue()
         self._backup = StorageBackup(store, self._done)  # type: ignore[arg-type]
         self._reader = StoragePrefetch(store, self._done)  # type: ignore[arg-type]
@@ -116,6 +122,10 @@ class StorageLink:
     def idle(self) -> bool:
         """Nothing is under way."""
         return not self._writes and not self._prefetches
+
+    def use_fingerprint(self, fingerprint: str) -> None:
+        """What is written and looked for from now on holds other bytes; nothing may be under way."""
+        self._fingerprint = fingerprint
 
     # Host to storage
 
@@ -209,7 +219,8 @@ class StorageLink:
         cache_salt: str | None,
     ) -> Prefetch | None:
         """Look in storage for whole pages of `tokens`, which begin where `anchor` ends."""
-        if len(tokens) < max(self._config.prefetch_threshold, self._config.page_size):
+        # A hit is at most as long as the key: what is not worth reading then is not looked for.
+        if len(tokens) < self._config.page_size or not self._rates.worth_reading(len(tokens)):
             return None
         if len(self._prefetches) >= _MOST_PREFETCHES:
             self._counters.prefetches_refused += 1
@@ -220,7 +231,9 @@ class StorageLink:
         )
         job = ReadJob(page_keys(hashes, self._fingerprint))
         lock = self._tree.inc_host_lock_ref(anchor)
-        prefetch = Prefetch(job, tokens, hashes, (extra_key, cache_salt), lock, self._clock())
+        # Not more than was asked for, since that may be an attempt to see whether reading pays by now.
+        threshold = min(self._rates.prefetch_threshold, len(tokens))
+        prefetch = Prefetch(job, tokens, hashes, (extra_key, cache_salt), lock, self._clock(), threshold)
         self._prefetches[job] = prefetch
         self._reader.look_up(job)
         self._counters.prefetches += 1
@@ -256,7 +269,7 @@ class StorageLink:
         self._counters.storage_found_pages += job.found
         budget = self._host.num_pages // 2 - self._reading_pages
         pages = min(job.found, max(budget, 0))
-        if job.stop or pages == 0 or pages * page_size < self._config.prefetch_threshold:
+        if job.stop or pages == 0 or pages * page_size < prefetch.threshold:
             self._end(prefetch)
             return
         short = pages - self._host.free_pages
@@ -338,6 +351,7 @@ class StorageLink:
             return
         if not job.stop:
             self._insert(prefetch)
+            self._rates.read(job.read, self._clock() - prefetch.started)
         self._end(prefetch)
 
     def _stop_all(self) -> None:

@@ -129,6 +129,14 @@ class PageAllocator:
         given = self._in_pool(_as_array(pages))
         return int(self._marks[given].max(initial=0)) if self._any_mark else 0
 
+    def used(self, pages: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.bool_]:
+        """For each page whether it is handed out.
+
+        Raises:
+            ArgumentError: a page that is not in the pool.
+        """
+        return self._used[self._in_pool(_as_array(pages))]
+
     def require_used(self, pages: Any, first: int = 0) -> None:
         """Check that these pages were handed out.
 

@@ -16,6 +16,7 @@ def fingerprint(
     *,
     model: str,
     weight_version: str,
+    kind: str,
     dtype: str,
     layers: int,
     heads: int,
@@ -35,6 +36,8 @@ def fingerprint(
         "page_size": page_size,
         "layout": layout,
     }
+    if kind != "mha":  # pages of MHA pools have had their keys since before there were others
+        parts["kind"] = kind
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
