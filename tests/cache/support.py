@@ -35,7 +35,6 @@ def make_pool(pages: int = 16, *, layers: int = 3, dtype: torch.dtype = torch.fl
 def make_cache(pages: int | Pool = 16, **settings: Any) -> UnifiedCache:
     """A cache on a small pool, or on the one given."""
     others = {name: settings.pop(name) for name in ("clock", "copies") if name in settings}
-    if settings.get("write_policy", "") is not None: others.setdefault("copies", LateCopies.between)  #XXX
     config = CacheConfig(page_size=PAGE, **({"model": "test"} | settings))
     return UnifiedCache(config, make_pool(pages) if isinstance(pages, int) else pages, **others)
 
