@@ -189,8 +189,8 @@ class CpuCopyEngine:
             device_pages: ids; kept, so they must not change any more.
             host_pages: as many ids.
             after: the copy begins no earlier.
-            layers: told of each layer as soon as it is there; `LayerEvents.begin` was called for it. They hear
-                of it too if this call raises.
+            layers: told of each layer as soon as it is there; `LayerEvents.begin` was called for it. They
+                hear of it too if this call raises.
 
         Raises:
             ArgumentError: lists of different lengths, or a page that is not in its pool.
