@@ -10,7 +10,7 @@ to them changes the tree.
 Errors are those of `unified_cache.errors`. A call that raises one has changed nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, final
 
 import numpy as np
@@ -34,12 +34,14 @@ __all__ = [
     "LockReceipt",
     "Match",
     "NodeInfo",
+    "PageMemory",
     "Pin",
     "PrefixTree",
     "Removed",
     "Replay",
     "Stored",
     "__version__",
+    "copy_pages",
     "page_hashes",
 ]
 
@@ -799,6 +801,83 @@ class Replay:
         Raises:
             InvariantError: names the first violation.
         """
+
+@final
+class PageMemory:
+    """A pool in CPU memory, as copies see it: `unified_cache.pools.planes` explains planes and runs.
+
+    It holds its buffers, so their memory stays where it is; no two of its runs overlap.
+    """
+
+    def __new__(
+        cls,
+        planes: Sequence[Buffer | npt.NDArray[Any]],
+        *,
+        pages: int,
+        tokens: int,
+        heads: int,
+        run_bytes: int,
+        page_stride: int,
+        token_stride: int,
+        head_stride: int,
+    ) -> Self:
+        """The pool whose planes begin where these buffers do.
+
+        Args:
+            planes: one buffer for each (layer, part), layers outermost: writable, C-contiguous, of any type, and at
+                least as long as to the end of the plane's last run. Buffers may overlap as long as runs do not.
+            pages: pages in the pool.
+            tokens: tokens a page.
+            heads: heads a token.
+            run_bytes: bytes of one head of one token.
+            page_stride: bytes from a page to the next one, within a plane.
+            token_stride: bytes from a token to the next one.
+            head_stride: bytes from a head to the next one.
+
+        Raises:
+            ArgumentError: an object that is no such buffer, a buffer that is too short, runs that overlap, a number
+                that can not be.
+        """
+    @property
+    def planes(self) -> int:
+        """How many planes there are: layers times parts."""
+    @property
+    def pages(self) -> int:
+        """Pages in the pool."""
+
+def copy_pages(
+    target: PageMemory,
+    target_pages: _Integers,
+    source: PageMemory,
+    source_pages: _Integers,
+    *,
+    first_plane: int = 0,
+    planes: int | None = None,
+    threads: int = 1,
+    step: int | None = None,
+    arrived: Callable[[int], object] | None = None,
+) -> None:
+    """Copy pages of one pool to pages of another one; the interpreter's lock is not held meanwhile.
+
+    Nobody may write the source pages or use the target pages until it returns. A copy of a megabyte or more goes past
+    the processor's cache.
+
+    Args:
+        target: the pool that is written.
+        target_pages: page ids, each of them once.
+        source: the pool that is read; its pages have as many tokens, heads and bytes a run, its layout may differ.
+        source_pages: as many page ids.
+        first_plane: the first plane that is copied.
+        planes: how many planes are; None: all from the first one on.
+        threads: threads that share the work, the caller's included; small copies use fewer.
+        step: planes are copied so many at a time, all pages of them; None: all together, page by page.
+        arrived: called on this thread with the number of each step, in order, as soon as its bytes are there. An
+            exception that it raises ends the copy, and comes out of this call.
+
+    Raises:
+        ArgumentError: pages that differ in shape, lists of different lengths, a page or plane that is not in its
+            pool, a target page that is named twice, planes of target and source in the same memory. No byte was moved.
+    """
 
 def page_hashes(
     tokens: _Integers,

@@ -1,11 +1,12 @@
 //! The Python face: converts arguments and results, and decides nothing.
 //!
 //! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls, `replay` those
-//! of the replay.
+//! of the replay, `copies` those of crate `page_copies`.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
 mod buffers;
+mod copies;
 mod errors;
 mod replay;
 mod results;
@@ -653,5 +654,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PrefixTree>()?;
     module.add_class::<replay::Replay>()?;
     results::register(module)?;
+    module.add_class::<copies::PageMemory>()?;
+    module.add_function(wrap_pyfunction!(copies::copy_pages, module)?)?;
     module.add_function(wrap_pyfunction!(page_hashes, module)?)
 }

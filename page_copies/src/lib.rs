@@ -1,0 +1,21 @@
+//! Copies of KV pages between two pools in CPU memory, whatever their layouts.
+//!
+//! A pool is, for each (layer, part), a *plane*: an address, and strides from page to page, token to token and head to
+//! head that all its planes share ([`Geometry`]). A *run*, one head of one token, is contiguous everywhere. All
+//! layouts are of this form, so there is one copy, which looks for what both sides have in common ([`PageCopy`]).
+//!
+//! The crate knows neither Python nor the tree. Everything that can be wrong is found before a byte moves.
+
+#![cfg_attr(not(test), warn(missing_docs))]
+
+mod copy;
+mod error;
+mod geometry;
+mod planes;
+mod route;
+mod stores;
+
+pub use copy::PageCopy;
+pub use error::Error;
+pub use geometry::Geometry;
+pub use planes::Planes;
