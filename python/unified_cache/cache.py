@@ -62,7 +62,8 @@ class UnifiedCache:
     """KV pages on device, on host and in storage, as one cache.
 
     All calls belong on one thread, the engine's scheduler, but `wait_layer`, which the forward calls. The
-    scheduler's loop calls `tick` once a pass: that is where copies and storage that have ended become visible.
+    scheduler's loop calls `tick` once a pass: that is where copies and storage that have ended become
+    visible.
 
     Args:
         config: the settings.
@@ -125,9 +126,7 @@ class UnifiedCache:
             most_copy_pages=config.copy_pages,
         )
 
-    def _add_host(
-        self, copies: Callable[[DevicePool, HostPool], CopyEngine] | None
-    ) -> None:
+    def _add_host(self, copies: Callable[[DevicePool, HostPool], CopyEngine] | None) -> None:
         # Here, not at the top: a cache without a host tier needs neither them nor what they need.
         from unified_cache.copies.choose import make_copy_engine
         from unified_cache.pools.host import HostPool, host_pages_for
@@ -201,8 +200,8 @@ class UnifiedCache:
             extra_key: first half of the namespace.
             cache_salt: second half of the namespace.
             priority: for the eviction policy "priority", and for the order of loads.
-            resumed: the request was preempted and comes back: what it computed itself before is no hit, so its
-                tokens are not counted again.
+            resumed: the request was preempted and comes back: what it computed itself before is no hit, so
+                its tokens are not counted again.
 
         Raises:
             ArgumentError: a token out of range.
@@ -279,8 +278,9 @@ class UnifiedCache:
     def load_back(self, node: int, quota: int | None = None, *, priority: int = 0) -> int:
         """Bring the part of the path to `node` that is on host only to device; returns its tokens.
 
-        All or nothing: 0 if there is nothing to bring, if it is shorter than the threshold or over the quota, or
-        if there is no room. The pages count at once and are valid when `loaded(node)`; match again to get them.
+        All or nothing: 0 if there is nothing to bring, if it is shorter than the threshold or over the
+        quota, or if there is no room. The pages count at once and are valid when `loaded(node)`; match again
+        to get them.
 
         Args:
             node: `Match.last_host_node`.
@@ -422,14 +422,14 @@ class UnifiedCache:
 
         Args:
             tokens: the prefix.
-            seconds: for how long, by the cache's clock; the pin ends at the first tick after that. None: until
-                `unpin`.
+            seconds: for how long, by the cache's clock; the pin ends at the first tick after that. None:
+                until `unpin`.
             extra_key: first half of the namespace.
             cache_salt: second half of the namespace.
 
         Raises:
-            ArgumentError: pins would keep more than `CacheConfig.pin_share` of the host pool, or there is no host
-                tier; nothing is pinned then.
+            ArgumentError: pins would keep more than `CacheConfig.pin_share` of the host pool, or there is no
+                host tier; nothing is pinned then.
         """
         self._check_open()
         if seconds is not None and not seconds > 0:
@@ -468,7 +468,8 @@ class UnifiedCache:
         return self._counters.as_dict()
 
     def usage(self) -> dict[str, int]:
-        """What is held now, in pages by tier: in all, free, in the tree, of requests, of copies that ended late.
+        """What is held now, in pages by tier: in all, free, in the tree, of requests, of copies that ended
+        late.
 
         ``free + tree + request + quarantined = pages``; on device what `alloc` gave to somebody else comes to
         that, on host what is being read from storage.
@@ -554,7 +555,9 @@ class UnifiedCache:
         self._check_open()
         config = replace(self.config, weight_version=version)
         if version == self.config.weight_version:
-            raise ArgumentError(f"version must be another one than {version!r}, which the weights have already")
+            raise ArgumentError(
+                f"version must be another one than {version!r}, which the weights have already"
+            )
         self.reset(force=force)
         self.config = config
         if self._storage is not None and self.host_pool is not None:

@@ -76,20 +76,21 @@ class CacheConfig:
         write_through_threshold: hits at which a prefix goes to host; None: 1, selective 3.
         hicache_ratio: host pages for each device page.
         hicache_size: size of the host pool in GB (10**9 bytes); wins over the ratio.
-        host_layout: how pages lie in host memory, one of `HOST_LAYOUTS`: "page_first" has each page contiguous,
-            "page_first_direct" also each of its layers, "page_head" has the heads outermost within a page, so that
-            ranks of different TP sizes share pages; "layer_first" is like the device, and goes with no storage.
-        host_order: what leaves the host first: "copies_first" copies of what is also on device, "leaves_first"
-            what only the host holds; "auto": the second if the host pool has more pages than the device.
+        host_layout: how pages lie in host memory, one of `HOST_LAYOUTS`: "page_first" has each page
+            contiguous, "page_first_direct" also each of its layers, "page_head" has the heads outermost
+            within a page, so that ranks of different TP sizes share pages; "layer_first" is like the device,
+            and goes with no storage.
+        host_order: what leaves the host first: "copies_first" copies of what is also on device,
+            "leaves_first" what only the host holds; "auto": the second if the host pool has more pages than the device.
         host_register_chunk: bytes of host memory that are registered with the GPU in one piece, at most.
-        host_pinned: "auto": host memory that can not be registered with the GPU is used as it is, with a warning;
-            "require": it is refused; "off": it is not registered.
+        host_pinned: "auto": host memory that can not be registered with the GPU is used as it is, with a
+            warning; "require": it is refused; "off": it is not registered.
         host_huge_pages: ask for huge pages.
         host_numa_node: where the host memory lies; "auto": near the GPU; None: wherever the system puts it.
         eviction_policy: one of `PrefixTree.eviction_policies()`.
         policy_options: settings of the eviction policy by name.
-        load_back_threshold: shorter host hits (in tokens) are computed again, not copied; "auto": those that copying
-            takes longer for than computing, as measured.
+        load_back_threshold: shorter host hits (in tokens) are computed again, not copied; "auto": those that
+            copying takes longer for than computing, as measured.
         pin_share: part of the host pool's tokens that pins may keep.
         copy_blocks: blocks of 1,024 threads that a copy kernel takes on a GPU.
         copy_threads: threads of a copy between CPU memories; None: chosen by the cores.
@@ -185,18 +186,19 @@ class CacheConfig:
         if not host_layout(self.host_layout).contiguous_pages:
             whole = ", ".join(repr(name) for name in HOST_LAYOUTS if host_layout(name).contiguous_pages)
             raise ArgumentError(
-                f"storage keeps pages as they lie on host, each in one piece: host_layout must be one of {whole}, "
+                "storage keeps pages as they lie on host, each in one piece: "
+                f"host_layout must be one of {whole}, "
                 f"not {self.host_layout!r}"
             )
         if not self.model:
             raise ArgumentError("storage needs model=...: it names whose pages these are")
 
     def make_tree(self, device_pages: int = 1, host_pages: int = 1) -> PrefixTree:
-        """An empty tree with these settings, for pools of these sizes; it checks settings that are its own."""
+        """An empty tree with these settings, for pools of these sizes; it checks those that are its own."""
         order = self.host_order
         if order == "auto":
-            # A host pool that holds more than the device keeps what the device has anyway: its copies there are
-            # of what was used last. In a smaller one they would leave no room for anything else.
+            # A host pool that holds more than the device keeps what the device has anyway: its copies there
+            # are of what was used last. In a smaller one they would leave no room for anything else.
             order = "leaves_first" if host_pages > device_pages else "copies_first"
         has_host = self.write_policy is not None
         return PrefixTree(

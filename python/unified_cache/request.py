@@ -59,7 +59,8 @@ class Request:
         request.extend([token]); ...compute it...
         request.finish()                     # or abort(), at any point
 
-    An engine that runs out of room can take a request off the device, and put it back later with the same bytes::
+    An engine that runs out of room can take a request off the device, and put it back later with the same
+    bytes::
 
         request.retract()                    # its device pages come free when their copy has ended
         request.resume()                     # then extend, wait and go on
@@ -162,11 +163,10 @@ class Request:
         if self._loads:
             controller.wait_loads(self._loads)
             self._loads = []
-        if self._retracted is not None and self._retracted.state == "returning":
-            # Its bytes are there, and the next look at what has ended says so.
-            while self._retracted.state == "returning" and controller.take_done(wait=True):
+        if self._retracted is not None and not self.retracted:
+            # Its bytes are there, and one more look at what has ended says so.
+            while self._retracted.held and controller.take_done(wait=True):
                 pass
-        if not self.retracted:
             self._retracted = None
         if self._computing_since is not None:
             self._computing_since = self._cache._clock()
@@ -302,10 +302,11 @@ class Request:
         return self._retracted is not None and self._retracted.state in ("leaving", "away")
 
     def retract(self) -> None:
-        """Take the request off the device: what it computed goes to host, in pages of its own, and comes back as it was.
+        """Take the request off the device: what it computed goes to host, in pages of its own, and comes
+        back as it was.
 
-        Its device pages are free once that copy has ended, which `UnifiedCache.alloc` waits for if it needs them.
-        What it borrowed from the tree stays there, on device or on host.
+        Its device pages are free once that copy has ended, which `UnifiedCache.alloc` waits for if it needs
+        them. What it borrowed from the tree stays there, on device or on host.
 
         Raises:
             ArgumentError: there is no host tier.
@@ -321,7 +322,8 @@ class Request:
             self.wait()
         cache, node, own = self._cache, self._device_lock.node, self._pages[self._borrowed :]
         self._retracted = RetractedPages(cache._controller, own)
-        # The tree's part may leave the device too, and must not be lost: one lock on its end is enough for that.
+        # The tree's part may leave the device too, and must not be lost: one lock on its end is enough for
+        # that.
         cache._controller.want_backup([node])
         self._host_lock = cache.tree.inc_host_lock_ref(node)
         self._retracted_tokens = self.device_length
@@ -341,15 +343,15 @@ class Request:
         if self._retracted is None or not self.retracted:
             raise LockError("resume comes after retract: the request is on device")
         cache, tree = self._cache, self._cache.tree
-        tokens = self._tokens[: self._retracted_tokens]
-        names = {"extra_key": self._extra_key, "cache_salt": self._cache_salt}
-        match = tree.match_prefix(tokens, **names)
+        match = self._look_up(self._retracted_tokens)
         lock = tree.inc_lock_ref(match.last_device_node)
         try:
             if match.host_hit_length:
                 if not cache._load_back(match.last_host_node, None, self._priority, always=True):
-                    raise CapacityError(f"no room on device for {match.host_hit_length} tokens of the request")
-                match = tree.match_prefix(tokens, **names)
+                    raise CapacityError(
+                        f"no room on device for {match.host_hit_length} tokens of the request"
+                    )
+                match = self._look_up(self._retracted_tokens)
                 longer = tree.inc_lock_ref(match.last_device_node)
                 tree.dec_lock_ref(lock)
                 lock = longer
@@ -418,12 +420,15 @@ class Request:
         if self._ended:
             raise LockError("the request has ended before: it was finished or aborted")
 
+    def _look_up(self, length: int) -> Match:
+        return self._cache.tree.match_prefix(
+            self._tokens[:length], extra_key=self._extra_key, cache_salt=self._cache_salt
+        )
+
     def _match(self) -> Match:
         """Look the prompt up, hold what is there, and let go of what was held before."""
         tree = self._cache.tree
-        match = tree.match_prefix(
-            self._tokens[: self._usable], extra_key=self._extra_key, cache_salt=self._cache_salt
-        )
+        match = self._look_up(self._usable)
         device_lock = tree.inc_lock_ref(match.last_device_node)
         # One lock at the end holds all host pages of the path: a node with children is no host leaf.
         host_lock = tree.inc_host_lock_ref(match.last_host_node) if match.host_hit_length else None
@@ -452,7 +457,9 @@ class Request:
 
     def _check_on_device(self, step: str) -> None:
         if self.retracted:
-            raise LockError(f"{step}: the request was retracted, so its pages are not on device: resume it first")
+            raise LockError(
+                f"{step}: the request was retracted, so its pages are not on device: resume it first"
+            )
 
     def _release_prefetch(self) -> None:
         if self._prefetch is not None:

@@ -64,9 +64,7 @@ def read_page(planes: PoolPlanes, page: int) -> torch.Tensor:
     """What a page holds, in the form of `page_content`."""
     shape = planes.shape
     parts = [tensor[page].contiguous().view(torch.uint8) for tensor in planes.tensors]
-    return torch.stack(parts).reshape(
-        shape.layers, shape.parts, shape.tokens, shape.heads, shape.run_bytes
-    )
+    return torch.stack(parts).reshape(shape.layers, shape.parts, shape.tokens, shape.heads, shape.run_bytes)
 
 
 def write_page(planes: PoolPlanes, page: int, content: torch.Tensor) -> None:

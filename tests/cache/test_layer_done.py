@@ -1,4 +1,4 @@
-"""Three sets of layer events, used in turn, and never for a load that begins before the last one has ended."""
+"""Three sets of layer events, used in turn, and never before the load that used one last has ended."""
 
 import pytest
 

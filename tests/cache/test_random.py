@@ -1,8 +1,10 @@
-"""The whole cache under random calls, with forwards, copies and storage that come late, in any order, or fail.
+"""The whole cache under random calls, with forwards, copies and storage that come late, in any order, or
+fail.
 
-The forwards of the engine are a stream, as on a GPU: what a request computes is written, and what it is served is
-read, when the stream gets there, which may be long after the request has ended. So a copy that does not wait for
-the forward that wrote its pages, or that overwrites what one still reads, brings wrong bytes.
+The forwards of the engine are a stream, as on a GPU: what a request computes is written, and what it is
+served is read, when the stream gets there, which may be long after the request has ended. So a copy that
+does not wait for the forward that wrote its pages, or that overwrites what one still reads, brings wrong
+bytes.
 
 Every page that is served is compared with what the model writes for its tokens; after every step the tree and
 the page accounts are checked, and at the end of an episode nothing is held.
@@ -12,6 +14,7 @@ the page accounts are checked, and at the end of an episode nothing is held.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections import deque
@@ -39,7 +42,15 @@ from tests.cache.support import (
     with_manual_storage,
     write_page,
 )
-from unified_cache import ArgumentError, CapacityError, CopyError, LockError, PrefixTree, Request, UnifiedCache
+from unified_cache import (
+    ArgumentError,
+    CapacityError,
+    CopyError,
+    LockError,
+    PrefixTree,
+    Request,
+    UnifiedCache,
+)
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 
 STEPS = 1000  # of an episode
@@ -179,15 +190,17 @@ class Episode:
             request.wait()
             for at in range(request.device_length // PAGE):
                 self.stream.launch(
-                    self.expect(pages[at], self.content(digests[at]), f"page {pages[at]}, number {at} of {request.tokens}")
+                    self.expect(
+                        pages[at],
+                        self.content(digests[at]),
+                        f"page {pages[at]}, number {at} of {request.tokens}",
+                    )
                 )
         else:
             self.cache.begin_forward([request])
             counter = self.cache._controller.layer_done
             consumed = () if counter is None else counter._consumed
-            served = [
-                (pages[at], self.content(digests[at])) for at in range(request.device_length // PAGE)
-            ]
+            served = [(pages[at], self.content(digests[at])) for at in range(request.device_length // PAGE)]
             for layer in range(self.planes.shape.layers):
                 self.stream.launch(lambda layer=layer: self.read_layer(consumed, layer, served))  # type: ignore[misc]
         for at in range(start // PAGE, len(digests)):
@@ -289,20 +302,21 @@ class Episode:
                 assert cache.loaded(match.last_device_node)
             whole = len(tokens) // PAGE
             own = cache.alloc(whole - len(match.device_pages))
-        except (CapacityError, CopyError) as error:
-            assert self.failing or isinstance(error, CapacityError)
+        except CapacityError:
+            cache.unlock(lock)
+            return
+        except CopyError:
+            assert self.failing
             cache.unlock(lock)
             return
         pages = np.concatenate((match.device_pages, own))
         request = self.cache.begin(tokens, resumed=True, **namespace)
-        for at, digest in enumerate(_digests(request)[: whole]):
+        for at, digest in enumerate(_digests(request)[:whole]):
             if at >= len(match.device_pages):
                 content = self.content(digest)
                 self.stream.launch(lambda page=int(pages[at]), to=content: write_page(self.planes, page, to))  # type: ignore[misc]
         request.abort()
-        cache.insert(
-            tokens, pages, prev_prefix_len=len(match.device_pages) * PAGE, **namespace
-        )
+        cache.insert(tokens, pages, prev_prefix_len=len(match.device_pages) * PAGE, **namespace)
         self.own_locks.append(lock)
 
     def pin(self) -> None:
@@ -315,10 +329,8 @@ class Episode:
                 assert pinned.expires_at is not None
                 assert self.clock.now >= pinned.expires_at
             return
-        try:
+        with contextlib.suppress(ArgumentError):  # too much is pinned, or there is no host tier
             self.pins.append(cache.pin(self.prompt(), rng.choice((None, 0.5, 3.0)), **rng.choice(NAMESPACES)))
-        except ArgumentError:
-            pass  # too much is pinned, or there is no host tier
 
     def io_step(self) -> None:
         rng = self.rng

@@ -9,8 +9,8 @@ from unified_cache.controller.recompute import LoadOrRecompute, StraightLine
 PAGE = 16
 
 
-def learnt(load: tuple[float, float], prefill: float, **settings: object) -> LoadOrRecompute:
-    """Rates of a machine whose loads cost (seconds, seconds a token), and whose prefills cost so much a token."""
+def learnt(load: tuple[float, float], prefill: float) -> LoadOrRecompute:
+    """Rates of a machine whose loads cost (seconds, seconds a token), its prefills so much a token."""
     rates = LoadOrRecompute(PAGE, "auto", "auto")
     rng = random.Random(1)
     for _ in range(50):
@@ -45,7 +45,9 @@ def test_defaults_until_enough_was_measured() -> None:
     assert rates.prefetch_threshold == 256  # nothing was read yet
 
 
-@pytest.mark.parametrize("overhead, load, prefill", [(0.01, 1e-5, 1e-4), (0.001, 1e-6, 3e-4), (0.1, 5e-5, 1e-4)])
+@pytest.mark.parametrize(
+    "overhead, load, prefill", [(0.01, 1e-5, 1e-4), (0.001, 1e-6, 3e-4), (0.1, 5e-5, 1e-4)]
+)
 def test_the_break_even_point_is_found(overhead: float, load: float, prefill: float) -> None:
     threshold = learnt((overhead, load), prefill).load_back_threshold
     assert threshold == pytest.approx(overhead / (prefill - load), rel=0.35)

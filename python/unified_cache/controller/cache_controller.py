@@ -1,8 +1,8 @@
 """Device and host: what is copied between them, and what the tree hears of it.
 
-Everything here runs on the scheduler's thread. What is to be copied waits in two queues, one a direction; a tick
-submits what waits as one copy a direction. The end of a copy is taken by `take_done`, and only then does the
-tree change.
+Everything here runs on the scheduler's thread. What is to be copied waits in two queues, one a direction; a
+tick submits what waits as one copy a direction. The end of a copy is taken by `take_done`, and only then
+does the tree change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["MOST_FAILURES", "CacheController"]
 
 # As often may copies fail before whoever waits for them gives up.
 MOST_FAILURES = 100
-# Write submissions under way: one that runs, and one that keeps the copy stream busy after it. What comes meanwhile
-# waits in the queue, and goes out together.
+# Write submissions under way: one that runs, and one that keeps the copy stream busy after it. What comes
+# meanwhile waits in the queue, and goes out together.
 _MOST_WRITES = 2
 # Pages on their way to host are locked on device: at most this part of the pool is, the rest is wanted later.
 _BACKUP_SHARE = 0.5
@@ -153,7 +153,9 @@ class CacheController:
             while load.waiting and (self._submit("load") or self.take_done(wait=True)):
                 pass
             if load.failed is not None or load.waiting:
-                raise CopyError(f"the load copy of {load.pages} pages failed: {load.failed or 'it can not begin'}")
+                raise CopyError(
+                    f"the load copy of {load.pages} pages failed: {load.failed or 'it can not begin'}"
+                )
         sets = {self._sets[part] for load in loads for part in load.parts if part in self._sets}
         return sorted(sets)
 
@@ -323,8 +325,9 @@ class CacheController:
     def alloc(self, num_pages: int) -> Pages:
         """Take device pages, evicting for what is short.
 
-        Waits only for copies under way, only if their pages are needed (those of write-back victims, and those of
-        nodes that can not be evicted before their backup has ended), and no longer than `wait_seconds` for each.
+        Waits only for copies under way, only if their pages are needed (those of write-back victims, and
+        those of nodes that can not be evicted before their backup has ended), and no longer than
+        `wait_seconds` for each.
 
         Raises:
             ArgumentError: not an integer, or a negative one.
@@ -369,9 +372,10 @@ class CacheController:
         return sum(self._coming.values()) + sum(len(device) for device, _ in self._quarantine.values())
 
     def _no_room(self, num_pages: int) -> CapacityError:
+        free, evictable = self._device.free_pages, self._evictable_pages
         return CapacityError(
-            f"{num_pages} device pages asked for: of {self._device.num_pages} {self._device.free_pages} are free "
-            f"and {self._evictable_pages} can be evicted, requests use the others"
+            f"{num_pages} device pages asked for: of {self._device.num_pages} {free} are free and "
+            f"{evictable} can be evicted, requests use the others"
         )
 
     # Host to device
@@ -597,7 +601,7 @@ class CacheController:
     # The end
 
     def cancel(self) -> None:
-        """Forget everything: the tree and the pools are reset next. What copies still touch is in quarantine."""
+        """Forget everything: the tree and the pools are reset next. What copies touch is in quarantine."""
         for handle in self._running:
             # A copy that nobody waits for may read device pages that are free already.
             used = self._device.used(handle.device_pages)

@@ -51,7 +51,9 @@ class LayerDoneCounter:
         """
         producer = (self._producer + 1) % SETS
         if not self.ready:
-            raise BusyError(f"layer set {producer} of {SETS} is still being loaded: loads have to wait for it")
+            raise BusyError(
+                f"layer set {producer} of {SETS} is still being loaded: loads have to wait for it"
+            )
         # New events, so that a forward that still holds those of an older load never waits for this one.
         events = self._new_events()
         events.begin()
@@ -71,7 +73,8 @@ class LayerDoneCounter:
         self._consumed = tuple(self.events(index) for index in indices)
 
     def wait_until(self, layer: int) -> None:
-        """Let the forward go on only when this layer of all consumed sets is there; on a GPU its stream waits.
+        """Let the forward go on only when this layer of all consumed sets is there; on a GPU its stream
+        waits.
 
         Raises:
             CopyError: a load has failed.

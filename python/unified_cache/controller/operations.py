@@ -1,4 +1,4 @@
-"""Copies as the scheduler sees them: operations, which merge into submissions and may be split between them."""
+"""Copies as the scheduler sees them: operations, which submissions merge, and may split."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class CacheOperation:
         device_pages: ids.
         host_pages: as many ids.
         finish: called on the scheduler's thread once all its bytes have arrived.
-        give_up: called on the scheduler's thread once a part of it has failed (`error` says why) and no thread
-            touches its pages any more; False if its pages are in use, so that it has to be copied again.
+        give_up: called on the scheduler's thread once a part of it has failed (`error` says why) and no
+            thread touches its pages any more; False if its pages are in use, so that it has to be copied
+            again.
         priority: the higher goes first.
 
     Attributes:

@@ -8,8 +8,8 @@ __all__ = ["LoadOrRecompute", "StraightLine"]
 _MEMORY = 0.99
 # So many measurements of each kind before they are believed.
 _ENOUGH = 4
-# What a learnt threshold refuses is loaded once in so many times all the same: else nothing would be measured any
-# more where loading did not pay once.
+# What a learnt threshold refuses is loaded once in so many times all the same: else nothing would be
+# measured any more where loading did not pay once.
 _TRY_AGAIN = 64
 
 # A threshold that nothing reaches.
@@ -54,8 +54,8 @@ class StraightLine:
 class LoadOrRecompute:
     """Thresholds in tokens, below which a hit is computed again: fixed, or learnt from what is measured.
 
-    Bringing n tokens to device costs ``overhead + n x seconds a token`` of the copy; computing them with the rest of
-    the prompt costs ``n x seconds a token`` of prefill. They are equal at the threshold.
+    Bringing n tokens to device costs ``overhead + n x seconds a token`` of the copy; computing them with the
+    rest of the prompt costs ``n x seconds a token`` of prefill. They are equal at the threshold.
 
     Args:
         page_size: tokens a page.

@@ -14,15 +14,16 @@ __all__ = ["RetractedPages"]
 
 
 class RetractedPages:
-    """A private copy on host. Whatever happens, each page is given back once, when no copy touches it any more.
+    """A private copy on host. Whatever happens, each page is given back once, when no copy touches it any
+    more.
 
     Args:
         controller: copies and frees.
         device_pages: the request's own pages; given up once the copy is complete.
 
     Attributes:
-        state: "leaving" while the copy to host is under way, "away" after it, "returning" while the copy back is,
-            "back" once nothing is held here any more.
+        state: "leaving" while the copy to host is under way, "away" after it, "returning" while the copy
+            back is, "back" once nothing is held here any more.
 
     Raises:
         ArgumentError: there is no host tier.
@@ -39,6 +40,11 @@ class RetractedPages:
             self.state = "away"
             return
         controller.start(self._operation, coming=len(device_pages))
+
+    @property
+    def held(self) -> bool:
+        """Something is held here: the pages have not (yet) come back."""
+        return self.state != "back"
 
     @property
     def device_pages(self) -> int:

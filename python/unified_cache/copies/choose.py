@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["make_copy_engine"]
 
 
-def make_copy_engine(
-    device: DevicePool, host: HostPool, *, blocks: int, threads: int | None
-) -> CopyEngine:
+def make_copy_engine(device: DevicePool, host: HostPool, *, blocks: int, threads: int | None) -> CopyEngine:
     """An engine between these pools.
 
     Args:

@@ -1,7 +1,7 @@
 """What moves bytes between a device pool and a host pool: the interface that the controller drives.
 
-There are two of them, for a GPU and for a CPU, with the same asynchrony: a submission returns at once, and its
-end is seen when somebody asks. Submissions of one direction end in order.
+There are two of them, for a GPU and for a CPU, with the same asynchrony: a submission returns at once, and
+its end is seen when somebody asks. Submissions of one direction end in order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Mark(Protocol):
     @property
     def done(self) -> bool:
         """Everything that was begun before that moment has ended."""
+
     def wait(self) -> None:
         """Wait for that."""
 
@@ -31,12 +32,16 @@ class LayerEvents(Protocol):
     @property
     def done(self) -> bool:
         """Every layer of the last load has arrived, or it has failed; True before the first one."""
+
     def begin(self) -> None:
         """A load that uses these events begins: from now on they are not done."""
+
     def record(self, layer: int) -> None:
         """The copy of this layer is complete (on a GPU: everything it needs is queued before this event)."""
+
     def fail(self, error: Exception) -> None:
         """The load has failed: everybody who waits hears of it."""
+
     def wait(self, layer: int) -> None:
         """Let the forward go on only when this layer is there; on a GPU only its stream waits.
 
@@ -104,7 +109,9 @@ class CopyEngine(Protocol):
     def new_layer_events(self) -> LayerEvents:
         """Events for one load at a time."""
 
-    def submit_backup(self, device_pages: Pages, host_pages: Pages, *, after: Mark | None = None) -> CopyHandle:
+    def submit_backup(
+        self, device_pages: Pages, host_pages: Pages, *, after: Mark | None = None
+    ) -> CopyHandle:
         """Copy device pages to host pages, one by one in the order given, all layers.
 
         Args:
@@ -146,6 +153,3 @@ class CopyEngine(Protocol):
 
     def close(self) -> None:
         """Give back what the engine has; submissions that have not begun end with an error. Twice is fine."""
-
-
-
