@@ -281,6 +281,23 @@ def test_a_load_into_pages_freed_in_the_same_tick() -> None:
     request.abort()
 
 
+def test_a_load_after_a_reset_waits_for_a_forward_of_before() -> None:
+    cache, copies = late(8)
+    copies.forward = forward = Forward()
+    cache.begin(toks(32)).extend()
+    forward.launched = 1  # it works on all pages of the device
+    cache.reset(force=True)
+    assert cache._host_pages is not None
+    # From storage, say.
+    cache.tree.insert_host(cache.tree.root, toks(16), cache._host_pages.alloc(4))
+    request = loading(cache, 0, 4)
+    cache.tick()
+    assert not copies.run("load")
+    forward.ended = 1
+    assert copies.run("load")
+    request.abort()
+
+
 def test_marks_do_not_pile_up() -> None:
     cache, copies = late()
     copies.forward = forward = Forward()
