@@ -812,8 +812,8 @@ class PageMemory:
 
         Args:
             planes: one buffer for each (layer, part), layers outermost: writable, C-contiguous, of any type,
-                and at least as long as to the end of the plane's last run. Buffers may overlap as long as runs
-                do not.
+                and at least as long as to the end of the plane's last run. Buffers may overlap where runs do
+                not.
             pages: pages in the pool.
             tokens: tokens a page.
             heads: heads a token.
@@ -865,8 +865,8 @@ def copy_pages(
 
     Raises:
         ArgumentError: pages that differ in shape, lists of different lengths, a page or plane that is not in
-            its pool, a target page that is named twice, planes of target and source in the same memory. No byte
-            was moved.
+            its pool, a target page that is named twice, planes of target and source in the same memory. No
+            byte was moved.
     """
 
 def page_hashes(
