@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 TOOLS := $(VENV)/.tools-installed
 NATIVE := $(VENV)/.package-installed
 SOURCES := $(wildcard Cargo.toml Cargo.lock pyproject.toml README.md LICENSE) \
-	$(shell find rust_tree_core python -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' \
+	$(shell find page_copies rust_tree_core python -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' \
 		-o -name '*.pyi' -o -name py.typed \) -not -path '*/tests/*' -not -path '*/benches/*' 2>/dev/null)
 
 help: ## this list
@@ -59,6 +59,7 @@ bench-rust: ## the criterion benches
 
 bench-python: $(NATIVE) ## the Python micro-benchmarks
 	$(PY) benches/tree.py $(ARGS)
+	$(PY) benches/copies.py $(ARGS)
 
 install: $(NATIVE) ## build the wheel in release mode and install it into .venv
 

@@ -188,7 +188,7 @@ impl Route {
         let rows_touch = self.tokens.target == row;
         let (rows, row) = if rows_touch { (1, tile.tokens * row) } else { (tile.tokens, row) };
         // Runs of less than a line are not far apart, or not worth it.
-        let mut wanted = next.filter(|_| self.run >= LINE).map(|&next| self.runs(next)).into_iter().flatten();
+        let mut wanted = next.filter(|_| self.run >= LINE).map(|&next| Ahead::new(self.runs(next), self.run));
         for index in 0..rows {
             let mut at = 0;
             while at < row {
@@ -198,13 +198,43 @@ impl Route {
                     let target = tile.unit.target.add(index * self.tokens.target + at);
                     // Pieces end where the target's lines do.
                     let bytes = (PIECE - target.addr() % LINE).min(row - at);
-                    for (source, _) in wanted.by_ref().take(bytes.div_ceil(self.run)) {
-                        prefetch(source, self.run);
+                    if let Some(ahead) = &mut wanted {
+                        ahead.request(bytes);
                     }
                     put(target, buffer.0.as_ptr().add(index * row + at), bytes);
                     at += bytes;
                 }
             }
+        }
+    }
+}
+
+/// Asks for the runs of a tile, little by little: too many requests at once would have to wait for each other.
+struct Ahead<I> {
+    runs: I,
+    run: usize,
+    /// What is left of the run that was asked for in part.
+    at: *const u8,
+    left: usize,
+}
+
+impl<I: Iterator<Item = (*const u8, usize)>> Ahead<I> {
+    fn new(runs: I, run: usize) -> Self {
+        Self { runs, run, at: std::ptr::null(), left: 0 }
+    }
+
+    /// Asks for the next so many bytes.
+    fn request(&mut self, mut bytes: usize) {
+        while bytes > 0 {
+            if self.left == 0 {
+                let Some((start, _)) = self.runs.next() else { return };
+                (self.at, self.left) = (start, self.run);
+            }
+            let part = bytes.min(self.left);
+            prefetch(self.at, part);
+            self.at = self.at.wrapping_add(part);
+            self.left -= part;
+            bytes -= part;
         }
     }
 }

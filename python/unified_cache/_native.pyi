@@ -824,8 +824,9 @@ class PageMemory:
         """The pool whose planes begin where these buffers do.
 
         Args:
-            planes: one buffer for each (layer, part), layers outermost: writable, C-contiguous, of any type, and at
-                least as long as to the end of the plane's last run. Buffers may overlap as long as runs do not.
+            planes: one buffer for each (layer, part), layers outermost: writable, C-contiguous, of any type,
+                and at least as long as to the end of the plane's last run. Buffers may overlap where runs do
+                not.
             pages: pages in the pool.
             tokens: tokens a page.
             heads: heads a token.
@@ -835,8 +836,8 @@ class PageMemory:
             head_stride: bytes from a head to the next one.
 
         Raises:
-            ArgumentError: an object that is no such buffer, a buffer that is too short, runs that overlap, a number
-                that can not be.
+            ArgumentError: an object that is no such buffer, a buffer that is too short, runs that overlap, a
+                number that can not be.
         """
     @property
     def planes(self) -> int:
@@ -859,24 +860,26 @@ def copy_pages(
 ) -> None:
     """Copy pages of one pool to pages of another one; the interpreter's lock is not held meanwhile.
 
-    Nobody may write the source pages or use the target pages until it returns. A copy of a megabyte or more goes past
-    the processor's cache.
+    Nobody may write the source pages or use the target pages until it returns. A copy of a megabyte or more
+    goes past the processor's cache.
 
     Args:
         target: the pool that is written.
         target_pages: page ids, each of them once.
-        source: the pool that is read; its pages have as many tokens, heads and bytes a run, its layout may differ.
+        source: the pool that is read; its pages have as many tokens, heads and bytes a run, its layout may
+            differ.
         source_pages: as many page ids.
         first_plane: the first plane that is copied.
         planes: how many planes are; None: all from the first one on.
         threads: threads that share the work, the caller's included; small copies use fewer.
         step: planes are copied so many at a time, all pages of them; None: all together, page by page.
-        arrived: called on this thread with the number of each step, in order, as soon as its bytes are there. An
-            exception that it raises ends the copy, and comes out of this call.
+        arrived: called on this thread with the number of each step, in order, as soon as its bytes are there.
+            An exception that it raises ends the copy, and comes out of this call.
 
     Raises:
-        ArgumentError: pages that differ in shape, lists of different lengths, a page or plane that is not in its
-            pool, a target page that is named twice, planes of target and source in the same memory. No byte was moved.
+        ArgumentError: pages that differ in shape, lists of different lengths, a page or plane that is not in
+            its pool, a target page that is named twice, planes of target and source in the same memory. No
+            byte was moved.
     """
 
 def page_hashes(

@@ -370,7 +370,7 @@ def test_a_forward_waits_for_one_layer_at_a_time(
     """On a logical clock: a layer takes `load` to arrive, and `compute` in the forward.
 
     The forward reads each layer as soon as it may go on. It never sees a layer that is not there, and is done
-    one layer's work after the slower of the two. If it waited for more than its layer, nobody would hear of it.
+    one layer's work after the slower of the two. Should it wait for more, it would wait forever.
     """
     device, host = small
     layers, pages = SMALL.layers, page_ids(3, 0, 7)
