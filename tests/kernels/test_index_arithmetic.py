@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tests.kernels.layouts import DEVICE_LAYOUTS, HOST_LAYOUTS, Pool, Shape, expected
 from tests.kernels.shim import SHIM, Shim, build, shim
-
 from unified_cache.copies.geometry import Side, geometry_of
 from unified_cache.copies.kernel_source import kernel_argument, kernel_name
 from unified_cache.errors import ArgumentError
@@ -37,9 +37,7 @@ def copy(
     geometry = geometry_of(device.shape, Side.of(device), Side.of(host))
     tables = [np.ascontiguousarray(side.addresses) for side in (device, host)]
     argument = kernel_argument(geometry, direction, tables[0].ctypes.data, tables[1].ctypes.data)
-    source, target = (
-        (device_pages, host_pages) if direction == "backup" else (host_pages, device_pages)
-    )
+    source, target = (device_pages, host_pages) if direction == "backup" else (host_pages, device_pages)
     first, stop, _ = layers.indices(geometry.layers)
     argument["source_pages"], argument["target_pages"] = source.ctypes.data, target.ctypes.data
     argument["pages"], argument["first_layer"], argument["layers"] = len(source), first, stop - first
@@ -150,12 +148,14 @@ def test_offsets_past_4_gib() -> None:
     page, count = 1 << 12, (6 << 30) >> 12
     memory, other = sparse(3 * count * page), sparse((1 << 22) * 2048)
     device = PoolPlanes(
-        [torch.from_numpy(memory[i * count * page :][: count * page]).view(count, 4, 2, 512) for i in range(3)], 1
+        [
+            torch.from_numpy(memory[i * count * page :][: count * page]).view(count, 4, 2, 512)
+            for i in range(3)
+        ],
+        1,
     )
     rows = torch.from_numpy(other).view(2048, 1 << 22)[:, 5 * 16 :]
-    host = PoolPlanes(
-        [rows[:, i * page : (i + 1) * page].unflatten(1, (4, 2, 512)) for i in range(3)], 1
-    )
+    host = PoolPlanes([rows[:, i * page : (i + 1) * page].unflatten(1, (4, 2, 512)) for i in range(3)], 1)
     device_pages = np.array([count - 1, 0, (4 << 30) // page, (4 << 30) // page - 1], np.uint32)
     host_pages = np.array([2047, 1024, 1023, 0], np.uint32)
     rng = np.random.default_rng(3)
@@ -176,7 +176,9 @@ def test_offsets_past_4_gib() -> None:
 def test_what_is_merged() -> None:
     rng = np.random.default_rng(4)
     shape = Shape(2, 2, 4, 3, 32)
-    pool = {layout: Side.of(Pool(layout, shape, 5, rng).planes) for layout in {*DEVICE_LAYOUTS, *HOST_LAYOUTS}}
+    pool = {
+        layout: Side.of(Pool(layout, shape, 5, rng).planes) for layout in {*DEVICE_LAYOUTS, *HOST_LAYOUTS}
+    }
     page = PageShape(2, 2, 4, 3, 32)
 
     def merged(device: str, host: str) -> tuple[int, int, int, int, bool]:
@@ -218,6 +220,10 @@ def test_no_undefined_behaviour(tmp_path: Path) -> None:
     root = str(SHIM.parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", _SANITIZED, str(library)], cwd=root, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _SANITIZED, str(library)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "clean"), done.stderr

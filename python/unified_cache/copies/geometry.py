@@ -99,8 +99,8 @@ def geometry_of(shape: PageShape, device: Side, host: Side) -> Geometry:
         heads, tokens = heads * tokens, 1
     if max(run, heads, tokens) >= 2**30:
         raise ArgumentError(
-            f"a page's part of a layer has {shape.tokens} tokens x {shape.heads} heads x {shape.run_bytes} bytes: "
-            "allowed are less than 2^30 bytes"
+            f"a page's part of a layer has {shape.tokens} tokens x {shape.heads} heads x "
+            f"{shape.run_bytes} bytes: allowed are less than 2^30 bytes"
         )
     steps = [run]
     for side in sides:

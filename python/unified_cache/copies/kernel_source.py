@@ -63,8 +63,8 @@ def kernel_source() -> str:
         return source.read_text(encoding="utf-8")
     except OSError as error:
         raise MissingDependencyError(
-            f"{source} can not be read ({error}): install unified-cache again; from a source tree, kernels/ must "
-            "be there"
+            f"{source} can not be read ({error}): install unified-cache again; from a source tree, "
+            "kernels/ must be there"
         ) from None
 
 
