@@ -20,7 +20,7 @@ import numpy as np
 
 from unified_cache.copies.cuda_driver import Driver
 from unified_cache.copies.cuda_events import CudaLayerEvents, CudaMark, EventPool, poll
-from unified_cache.copies.cuda_lane import DirectLane
+from unified_cache.copies.cuda_lane import CLOSE_SECONDS, DirectLane
 from unified_cache.copies.cuda_plan import CopyRule, check_pages
 from unified_cache.copies.cuda_staged import HostCopy, StagedLane, TorchHostCopy
 from unified_cache.copies.engine import CopyHandle, LayerEvents, Mark
@@ -32,7 +32,6 @@ from unified_cache.pools.planes import PoolPlanes
 __all__ = ["CudaCopyEngine", "CudaCopyHandle"]
 
 _MAX_BLOCKS = 65535
-_CLOSE_SECONDS = 2.0
 
 
 class CudaCopyHandle(CopyHandle):
@@ -136,7 +135,7 @@ class CudaCopyEngine:
                     )
             except BaseException:
                 for lane in self._lanes.values():
-                    poll(lane.forget, _CLOSE_SECONDS)
+                    poll(lane.forget, CLOSE_SECONDS)
                     lane.close()
                 raise
 
@@ -231,12 +230,13 @@ class CudaCopyEngine:
 
         def idle() -> bool:
             self._settle()
-            return not any(lane.running for lane in self._lanes.values())
+            with self._lock, self._driver.active():
+                return all(lane.idle() for lane in self._lanes.values())
 
-        if poll(idle, _CLOSE_SECONDS):
+        if poll(idle, CLOSE_SECONDS):
             self._release()
             return
-        late = ClosedError(f"the cache was closed, and this copy did not end within {_CLOSE_SECONDS:g} s")
+        late = ClosedError(f"the cache was closed, and this copy did not end within {CLOSE_SECONDS:g} s")
         with self._lock:
             for lane in self._lanes.values():
                 lane.end_all(late)

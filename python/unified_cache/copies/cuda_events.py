@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from collections.abc import Callable
 from unified_cache.copies.cuda_driver import Driver, Event, Stream
 from unified_cache.errors import CopyError
 
-__all__ = ["CudaLayerEvents", "CudaMark", "EventPool", "poll"]
+__all__ = ["CudaLayerEvents", "CudaMark", "EventPool", "Patience", "drain", "poll"]
 
 _FIRST_PAUSE = 20e-6
 _LONGEST_PAUSE = 1e-3
+_PATIENCE_SECONDS = 2.0
 
 
 def poll(done: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -30,6 +32,45 @@ def poll(done: Callable[[], bool], timeout: float | None = None) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     return True
+
+
+class Patience:
+    """Asks a driver, and takes a question that fails for "not yet" for a while.
+
+    Not every failure is the device's: while some thread captures a graph, for one, drivers refuse questions.
+    And to take a copy for ended that is still running would hand its pages to somebody else.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._failing_since: float | None = None
+
+    def event_done(self, event: Event) -> bool:
+        """See `Driver`; raises if questions have failed for longer than any harmless reason lasts."""
+        return self._ask(self._driver.event_done, event)
+
+    def stream_done(self, stream: Stream) -> bool:
+        """See `event_done`."""
+        return self._ask(self._driver.stream_done, stream)
+
+    def _ask(self, question: Callable[[int], bool], about: int) -> bool:
+        try:
+            answer = question(about)
+        except Exception:
+            now = time.monotonic()
+            if self._failing_since is None:
+                self._failing_since = now
+            if now - self._failing_since < _PATIENCE_SECONDS:
+                return False
+            raise
+        self._failing_since = None
+        return answer
+
+
+def drain(patience: Patience, stream: Stream, timeout: float) -> None:
+    """Wait until a stream is through, or its device has failed: what it uses can be given back then."""
+    with contextlib.suppress(Exception):
+        poll(lambda: patience.stream_done(stream), timeout)
 
 
 class EventPool:
@@ -73,6 +114,7 @@ class CudaMark:
     def __init__(self, driver: Driver, events: EventPool) -> None:
         stream = driver.forward_stream()
         self._driver = driver
+        self._patience = Patience(driver)
         self._events = events
         self.event = events.take()
         driver.record(self.event, stream)
@@ -85,10 +127,17 @@ class CudaMark:
     def done(self) -> bool:
         """See `Mark`."""
         with self._driver.active():
-            return self._driver.event_done(self.event)
+            try:
+                return self._patience.event_done(self.event)
+            except Exception as error:
+                raise CopyError(f"the forward that copies wait for has failed: {error}") from error
 
     def wait(self) -> None:
-        """See `Mark`; the CPU waits."""
+        """See `Mark`; the CPU waits.
+
+        Raises:
+            CopyError: the device has failed.
+        """
         poll(lambda: self.done)
 
 
@@ -116,6 +165,7 @@ class CudaLayerEvents:
         self._recorded: set[int] = set()
         self._begun = False
         self._error: Exception | None = None
+        self._patience = Patience(driver)
         for _ in range(layers):
             self._events.append(pool.take())
 
@@ -132,7 +182,11 @@ class CudaLayerEvents:
             if len(self._recorded) < len(self._events):
                 return False
             with self._driver.active():  # the layers were queued in order on one stream: the last one tells
-                return self._driver.event_done(self._events[-1])
+                try:
+                    return self._patience.event_done(self._events[-1])
+                except Exception as error:
+                    self._error = error
+                    return True
 
     def begin(self) -> None:
         """See `LayerEvents`."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache.copies.cuda_driver import Driver, Event, Memory, Stream
-from unified_cache.copies.cuda_events import CudaMark, EventPool
+from unified_cache.copies.cuda_events import CudaMark, EventPool, Patience, drain
 from unified_cache.copies.cuda_plan import CopyRule, Plan, make_plan
 from unified_cache.copies.engine import CopyHandle, LayerEvents
 from unified_cache.copies.geometry import Geometry
@@ -18,8 +18,9 @@ from unified_cache.copies.kernel_source import MAX_PAGES, MAX_THREADS, kernel_ar
 from unified_cache.errors import ArgumentError
 from unified_cache.pools.allocator import Pages
 
-__all__ = ["DirectLane", "Launcher", "Slots"]
+__all__ = ["CLOSE_SECONDS", "DirectLane", "Launcher", "Slots"]
 
+CLOSE_SECONDS = 2.0
 _SMALLEST_SLOT = 64 << 10  # bytes: page lists of 8,192 pages
 
 
@@ -89,16 +90,15 @@ class Launcher:
         self._vectors = geometry.part_bytes // geometry.width
         tables = [side.addresses.astype(np.uint64).ravel() for side in (geometry.device, geometry.host)]
         size = tables[0].nbytes
-        self._pinned = driver.pinned_memory(2 * size)  # read when the stream gets there, so it is kept
-        self._planes = driver.device_memory(2 * size, stream)
-        assert self._pinned.bytes is not None
-        self._pinned.bytes[: 2 * size].view(np.uint64)[:] = np.concatenate(tables)
-        driver.copy(self._planes.address, self._pinned.address, 2 * size, stream)
-        self._argument = kernel_argument(
-            geometry, direction, self._planes.address, self._planes.address + size
-        )
+        pinned = driver.pinned_memory(2 * size)
+        planes = driver.device_memory(2 * size, stream)
+        assert pinned.bytes is not None
+        pinned.bytes[: 2 * size].view(np.uint64)[:] = np.concatenate(tables)
+        self._memory = [pinned, planes]  # the pinned one too: it is read when the stream comes to it
+        self._argument = kernel_argument(geometry, direction, planes.address, planes.address + size)
         self._device_is_source = direction == "backup"
         driver.prepare(self._kernel)
+        driver.copy(planes.address, pinned.address, 2 * size, stream)
 
     def launch(self, device_pages: int, host_pages: int, count: int, layers: range) -> None:
         """Queue the copy of `count` pages, whose lists the device finds at these addresses."""
@@ -110,6 +110,10 @@ class Launcher:
         items = count * len(layers) * self._vectors
         blocks = min(self._blocks, -(-items // MAX_THREADS))
         self._driver.launch(self._kernel, blocks, MAX_THREADS, argument, self._stream)
+
+    def close(self) -> None:
+        """Free the tables of planes."""
+        self._memory.clear()
 
 
 @dataclass(eq=False, slots=True)
@@ -153,11 +157,13 @@ class DirectLane:
         self._edges = edges
         self._queued: deque[_Submission] = deque()
         self._events = EventPool(driver, timing=True)
+        self._patience = Patience(driver)
         self.stream = driver.new_stream()
         try:
             self._slots = Slots(driver, self.stream)
             self._launcher = Launcher(driver, self.stream, geometry, direction, blocks)
         except BaseException:
+            drain(self._patience, self.stream, CLOSE_SECONDS)
             driver.destroy_stream(self.stream)
             raise
 
@@ -218,12 +224,22 @@ class DirectLane:
         """After `end_all`: drop what has ended since; True if nothing is left."""
         while self._queued and self._is_done(self._queued[0]):
             self._queued.popleft()
-        return not self._queued
+        return not self._queued and self.idle()
+
+    def idle(self) -> bool:
+        """Nothing is queued, and the device is through with all that was."""
+        if self._queued:
+            return False
+        try:
+            return self._patience.stream_done(self.stream)
+        except Exception:  # the device has failed: nothing runs on it any more
+            return True
 
     def close(self) -> None:
         """Give back what the lane has; nothing may be queued any more."""
         self._events.close()
         self._slots.close()
+        self._launcher.close()
         self._driver.destroy_stream(self.stream)
 
     def _record_end(self) -> Event:
@@ -282,8 +298,8 @@ class DirectLane:
     def _is_done(self, submission: _Submission) -> bool:
         try:
             if submission.end is None:
-                return self._driver.stream_done(self.stream)
-            return self._driver.event_done(submission.end)
+                return self._patience.stream_done(self.stream)
+            return self._patience.event_done(submission.end)
         except Exception as error:  # the device has failed: nothing on it will end any better
             submission.error = submission.error or error
             return True

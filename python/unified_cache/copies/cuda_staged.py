@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from unified_cache._torch import torch
 from unified_cache.copies.cuda_driver import Driver, Event, Memory
-from unified_cache.copies.cuda_events import CudaMark, EventPool, poll
-from unified_cache.copies.cuda_lane import Launcher, Slots
+from unified_cache.copies.cuda_events import CudaMark, EventPool, Patience, drain, poll
+from unified_cache.copies.cuda_lane import CLOSE_SECONDS, Launcher, Slots
 from unified_cache.copies.cuda_plan import chunks
 from unified_cache.copies.engine import CopyHandle, LayerEvents
 from unified_cache.copies.geometry import Side, geometry_of
@@ -126,11 +126,15 @@ class StagedLane:
         self._running = 0
         self._timers = EventPool(driver, timing=True)
         self._events = EventPool(driver, timing=False)
+        self._patience = Patience(driver)
+        self._buffers: list[_Buffer] = []
         self.stream = driver.new_stream()
         try:
             self._slots = Slots(driver, self.stream)
-            self._buffers = [self._new_buffer(direction, device, blocks) for _ in range(_BUFFERS)]
+            for _ in range(_BUFFERS):
+                self._buffers.append(self._new_buffer(direction, device, blocks))
         except BaseException:
+            drain(self._patience, self.stream, CLOSE_SECONDS)
             self._events.close()
             driver.destroy_stream(self.stream)
             raise
@@ -182,7 +186,16 @@ class StagedLane:
     def forget(self) -> bool:
         """After `end_all`: True if nothing is left."""
         self.settle()
-        return not self._running
+        return self.idle()
+
+    def idle(self) -> bool:
+        """Nothing is under way, and the device is through with all that was queued."""
+        if self._running:
+            return False
+        try:
+            return self._patience.stream_done(self.stream)
+        except Exception:  # the device has failed: nothing runs on it any more
+            return True
 
     def close(self) -> None:
         """Give back what the lane has; nothing may be under way any more."""
@@ -258,13 +271,13 @@ class StagedLane:
                 self._to_device(handle, lists, layers)
             timers.append(self._timers.take())
             driver.record(timers[1], self.stream)
-            poll(partial(driver.event_done, timers[1]))
+            poll(partial(self._patience.event_done, timers[1]))
             handle.seconds = driver.seconds_between(*timers)
         except Exception as caught:
             error = caught
             # Nothing may be used again while something that was queued still uses it.
             with contextlib.suppress(Exception):  # or the device has failed, and nothing runs on it any more
-                poll(partial(driver.stream_done, self.stream))
+                poll(partial(self._patience.stream_done, self.stream))
         for buffer in self._buffers:
             buffer.busy, buffer.holds = False, None
         for timer in timers:
@@ -322,7 +335,7 @@ class StagedLane:
 
     def _wait_for(self, buffer: _Buffer) -> None:
         if buffer.busy:
-            poll(partial(self._driver.event_done, buffer.event))
+            poll(partial(self._patience.event_done, buffer.event))
             buffer.busy = False
 
     def _deal_out(self, buffer: _Buffer, host_pages: Pages) -> None:

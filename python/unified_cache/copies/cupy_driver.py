@@ -26,6 +26,7 @@ __all__ = ["BatchCopy", "CupyDriver", "find_batch_copy"]
 
 _NOT_READY: Final = 600  # CUDA_ERROR_NOT_READY
 _SUCCESS: Final = 0
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _HOST_MEMORY: Final = 1  # cudaMemoryTypeHost
 
 
@@ -117,15 +118,24 @@ def _libcuda() -> Any:
 
 
 class _Active:
-    """Makes a device the current one of this thread, for as long as it is entered."""
+    """Makes a device the current one of this thread, for as long as it is entered.
 
-    def __init__(self, runtime: Any, device: int, ready: threading.local) -> None:
+    In it, questions about events and the like are also allowed while another thread captures a graph, and do
+    not break that capture: none of what is done here has to do with it.
+    """
+
+    def __init__(
+        self, runtime: Any, device: int, ready: threading.local, exchange_capture_mode: Callable[..., int]
+    ) -> None:
         self._runtime = runtime
         self._device = device
         self._ready = ready
+        self._exchange = exchange_capture_mode
         self._before = device
+        self._mode = ctypes.c_int(_RELAXED)
 
     def __enter__(self) -> None:
+        self._exchange(ctypes.byref(self._mode))  # now holds what it was
         self._before = self._runtime.getDevice()
         if self._before != self._device:
             self._runtime.setDevice(self._device)
@@ -139,6 +149,7 @@ class _Active:
     ) -> None:
         if self._before != self._device:
             self._runtime.setDevice(self._before)
+        self._exchange(ctypes.byref(self._mode))
 
 
 class CupyDriver:
@@ -168,6 +179,7 @@ class CupyDriver:
         index = torch.cuda.current_device() if where == torch.device("cuda") else where.index
         self._device = index
         self._torch_device = torch.device("cuda", index)
+        self._exchange_capture_mode: Callable[..., int] = library.cuThreadExchangeStreamCaptureMode
         self._forward_stream = forward_stream
         self._ready = threading.local()
         self._kernels: dict[str, Any] = {}
@@ -176,7 +188,7 @@ class CupyDriver:
         self.batched = self._batch is not None
 
     def active(self) -> _Active:
-        return _Active(self._runtime, self._device, self._ready)
+        return _Active(self._runtime, self._device, self._ready, self._exchange_capture_mode)
 
     # Streams and events.
 
