@@ -133,9 +133,9 @@ class _Active:
         self._exchange = exchange_capture_mode
         self._before = device
         self._mode = ctypes.c_int(_RELAXED)
+        self._exchanged = False
 
     def __enter__(self) -> None:
-        self._exchange(ctypes.byref(self._mode))  # now holds what it was
         self._before = self._runtime.getDevice()
         if self._before != self._device:
             self._runtime.setDevice(self._device)
@@ -143,13 +143,15 @@ class _Active:
             # The first call of a thread that needs a context makes it current; plain driver calls do not.
             self._runtime.memGetInfo()
             self._ready.yes = True
+        self._exchanged = self._exchange(ctypes.byref(self._mode)) == _SUCCESS  # now holds what it was
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._exchanged:
+            self._exchange(ctypes.byref(self._mode))
         if self._before != self._device:
             self._runtime.setDevice(self._before)
-        self._exchange(ctypes.byref(self._mode))
 
 
 class CupyDriver:
