@@ -70,7 +70,7 @@ def find_package(wheel: Path | None) -> str:
     if choice:
         source = install(choice[0])
     else:
-        source = "PYTHONPATH"
+        source = "as it was installed"
         if importlib.util.find_spec("unified_cache") is None:
             sys.path.insert(0, str(HERE.parent / "python"))
             source = f"source tree {HERE.parent}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from unified_cache.copies import cupy_driver
 from unified_cache.copies.cupy_driver import CopyAttributes, CupyDriver, find_batch_copy
 from unified_cache.copies.kernel_source import ARGUMENT, OPTIONS, kernel_source
-from unified_cache.errors import ArgumentError, MissingDependencyError
+from unified_cache.errors import ArgumentError, CopyError, MissingDependencyError
 
 
 class Calls(list):
@@ -32,6 +31,9 @@ class Calls(list):
         return call
 
 
+CONTEXT = 4242
+
+
 class DriverError(Exception):
     pass
 
@@ -39,7 +41,13 @@ class DriverError(Exception):
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for CuPy and for the driver's library."""
-    runtime, library = Calls(getDevice=1, streamCreateWithFlags=70, eventCreateWithFlags=71), Calls()
+    runtime = Calls(getDevice=1, streamCreateWithFlags=70, eventCreateWithFlags=71)
+
+    def retain(pointer, device: ctypes.c_int) -> int:
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p))[0] = CONTEXT
+        return 0
+
+    library = Calls(cuDevicePrimaryCtxRetain=retain)
     runtime.memcpyDefault, runtime.streamNonBlocking, runtime.eventDisableTiming = 4, 1, 2
     launches: list[tuple] = []
 
@@ -76,7 +84,6 @@ def test_streams_events_and_copies(cuda: SimpleNamespace) -> None:
         driver.copy(1000, 2000, 30, 70)
         driver.copy_2d(1000, 40, 2000, 50, 30, 3, 70)
     assert [c for c in cuda.runtime if c[0] != "getDevice"] == [
-        ("memGetInfo",),
         ("streamCreateWithFlags", 1),
         ("eventCreateWithFlags", 2),
         ("eventCreateWithFlags", 0),
@@ -90,10 +97,10 @@ def test_streams_events_and_copies(cuda: SimpleNamespace) -> None:
 def test_questions(cuda: SimpleNamespace) -> None:
     driver = CupyDriver("cuda:1")
     for status, answer in ((0, True), (600, False)):
-        cuda.library.results = {"cuEventQuery": status, "cuStreamQuery": status}
+        cuda.library.results |= {"cuEventQuery": status, "cuStreamQuery": status}
         assert driver.event_done(71) is answer
         assert driver.stream_done(70) is answer
-    cuda.library.results = {"cuEventQuery": 700}
+    cuda.library.results["cuEventQuery"] = 700
     with pytest.raises(DriverError, match="700"):
         driver.event_done(71)
 
@@ -110,44 +117,46 @@ def test_the_kernel_gets_its_argument(cuda: SimpleNamespace) -> None:
 
 
 def test_a_thread_is_left_as_it_was(cuda: SimpleNamespace) -> None:
-    mode = {"now": 0}
+    mode, contexts = {"now": 0}, [1000]
 
     def exchange(pointer) -> int:
         held = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))
         mode["now"], held[0] = held[0], mode["now"]
         return 0
 
-    cuda.library.results = {"cuThreadExchangeStreamCaptureMode": exchange}
-    current = {"now": 3}
-    cuda.runtime.results = {
-        "getDevice": lambda: current["now"],
-        "setDevice": lambda device: current.update(now=device),
+    cuda.library.results |= {
+        "cuThreadExchangeStreamCaptureMode": exchange,
+        "cuCtxPushCurrent_v2": lambda context: contexts.append(context.value) or 0,
+        "cuCtxPopCurrent_v2": lambda pointer: contexts.pop() and 0,
     }
     driver = CupyDriver(1)
 
     def fail() -> None:
         with driver.active():
-            assert (current["now"], mode["now"]) == (1, 2)
+            assert (contexts, mode["now"]) == ([1000, CONTEXT], 2)
             with driver.active():
-                assert (current["now"], mode["now"]) == (1, 2)
-            assert (current["now"], mode["now"]) == (1, 2)
+                assert (contexts, mode["now"]) == ([1000, CONTEXT, CONTEXT], 2)
+            assert (contexts, mode["now"]) == ([1000, CONTEXT], 2)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert (current["now"], mode["now"]) == (3, 0)
-    # A thread that is new gets a context; one that has it does not ask again.
-    before = cuda.runtime.count(("memGetInfo",))
+    assert (contexts, mode["now"]) == ([1000], 0)
 
-    def enter() -> None:
-        with driver.active():
-            pass
 
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    enter()
-    assert (before, cuda.runtime.count(("memGetInfo",))) == (1, 2)
+def test_a_driver_that_refuses_the_mode_or_the_device(cuda: SimpleNamespace) -> None:
+    driver = CupyDriver(1)
+    cuda.library.results["cuThreadExchangeStreamCaptureMode"] = 1
+    with driver.active():
+        pass
+    assert [c[0] for c in cuda.library].count("cuThreadExchangeStreamCaptureMode") == 1
+    assert [c[0] for c in cuda.library].count("cuCtxPopCurrent_v2") == 1
+    cuda.library.results["cuCtxPushCurrent_v2"] = 201
+    with pytest.raises(CopyError, match="cuCtxPushCurrent failed with status 201"):
+        driver.active().__enter__()
+    cuda.library.results["cuDeviceGet"] = 101
+    with pytest.raises(CopyError, match=r"cuDeviceGet\(7\) failed with status 101"):
+        CupyDriver(7)
 
 
 def test_host_memory_that_lies_elsewhere_for_the_device(cuda: SimpleNamespace) -> None:
@@ -200,7 +209,7 @@ def test_the_newer_form_is_taken_and_none_is_fine() -> None:
 
 
 def test_a_refused_batch_goes_one_by_one(cuda: SimpleNamespace) -> None:
-    cuda.library.results = {"cuMemcpyBatchAsync_v2": 801}
+    cuda.library.results["cuMemcpyBatchAsync_v2"] = 801
     driver = CupyDriver(1)
     assert driver.batched
     arrays = [np.array(x, np.uint64) for x in ([1, 2], [3, 4], [5, 6])]

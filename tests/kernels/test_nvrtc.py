@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,13 @@ nvrtc = pytest.importorskip(
 )
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+CUPY_ADDS = ("--device-as-default-execution-space",)
 REGISTERS = 65536 // MAX_THREADS  # a thread, for a block of that size to fit on a multiprocessor
+
+
+def test_the_source_that_ships_is_the_one_in_kernels() -> None:
+    root = Path(__file__).parents[2]
+    assert kernel_source() == (root / "kernels" / "copy_pages.cu").read_text(encoding="utf-8")
 
 
 def checked(result: tuple) -> object:
@@ -28,7 +35,7 @@ def checked(result: tuple) -> object:
 def compiled(architecture: str) -> tuple[str, bytes]:
     """PTX and machine code, with the options of the run time."""
     program = checked(nvrtc.nvrtcCreateProgram(kernel_source().encode(), b"copy_pages.cu", 0, None, None))
-    options = [option.encode() for option in (*OPTIONS, f"-arch={architecture}")]
+    options = [option.encode() for option in (*OPTIONS, *CUPY_ADDS, f"-arch={architecture}")]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
     checked(nvrtc.nvrtcGetProgramLog(program, log))

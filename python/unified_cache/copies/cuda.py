@@ -10,6 +10,7 @@ Host memory that is not registered with the driver goes through a staging buffer
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
@@ -112,7 +113,6 @@ class CudaCopyEngine:
         self._pools = (device, host)  # their memory must outlive the copies
         self._lock = threading.RLock()
         self._ended: deque[CopyHandle] = deque()
-        self._closed = False
         geometry = geometry_of(device.shape, Side.of(device), Side.of(host))
         with driver.active():
             self.staged = not (host_registered and self._reaches(host))
@@ -138,6 +138,7 @@ class CudaCopyEngine:
                     poll(lane.forget, CLOSE_SECONDS)
                     lane.close()
                 raise
+        self._closed = False
 
     def _direct(
         self,
@@ -241,6 +242,11 @@ class CudaCopyEngine:
             for lane in self._lanes.values():
                 lane.end_all(late)
         threading.Thread(target=self._release_later, name="unified-cache late copies", daemon=True).start()
+
+    def __del__(self) -> None:
+        # A cache that is forgotten must not free what the device still reads.
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
 
     def _release_later(self) -> None:
         def gone() -> bool:

@@ -8,7 +8,6 @@ somebody's launch to find.
 from __future__ import annotations
 
 import ctypes
-import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from unified_cache._torch import torch
 from unified_cache.copies.cuda_driver import Event, Memory, Stream
 from unified_cache.copies.kernel_source import OPTIONS, kernel_source
-from unified_cache.errors import ArgumentError, MissingDependencyError
+from unified_cache.errors import ArgumentError, CopyError, MissingDependencyError
 
 __all__ = ["BatchCopy", "CupyDriver", "find_batch_copy"]
 
@@ -118,40 +117,48 @@ def _libcuda() -> Any:
 
 
 class _Active:
-    """Makes a device the current one of this thread, for as long as it is entered.
+    """Makes a device's context the current one of this thread, for as long as it is entered.
+
+    By the driver's stack of contexts and not by `cudaSetDevice`: torch and CuPy may each have a CUDA runtime
+    of their own, with its own idea of the current device, and must both find what they left.
 
     In it, questions about events and the like are also allowed while another thread captures a graph, and do
     not break that capture: none of what is done here has to do with it.
     """
 
-    def __init__(
-        self, runtime: Any, device: int, ready: threading.local, exchange_capture_mode: Callable[..., int]
-    ) -> None:
-        self._runtime = runtime
-        self._device = device
-        self._ready = ready
-        self._exchange = exchange_capture_mode
-        self._before = device
+    def __init__(self, library: Any, context: ctypes.c_void_p) -> None:
+        self._library = library
+        self._context = context
         self._mode = ctypes.c_int(_RELAXED)
         self._exchanged = False
 
     def __enter__(self) -> None:
-        self._before = self._runtime.getDevice()
-        if self._before != self._device:
-            self._runtime.setDevice(self._device)
-        if not getattr(self._ready, "yes", False):
-            # The first call of a thread that needs a context makes it current; plain driver calls do not.
-            self._runtime.memGetInfo()
-            self._ready.yes = True
-        self._exchanged = self._exchange(ctypes.byref(self._mode)) == _SUCCESS  # now holds what it was
+        _check(self._library.cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        # The mode holds what it was before, from here on.
+        self._exchanged = (
+            self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode)) == _SUCCESS
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._exchanged:
-            self._exchange(ctypes.byref(self._mode))
-        if self._before != self._device:
-            self._runtime.setDevice(self._before)
+            self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
+        self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _check(status: int, call: str) -> None:
+    if status != _SUCCESS:
+        raise CopyError(f"{call} failed with status {status} of the CUDA driver")
+
+
+def _primary_context(library: Any, device: int) -> ctypes.c_void_p:
+    """The context that torch and CuPy work in. It is held until the process ends, as they hold it."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(library.cuInit(0), "cuInit")
+    _check(library.cuDeviceGet(ctypes.byref(handle), device), f"cuDeviceGet({device})")
+    _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+    return context
 
 
 class CupyDriver:
@@ -164,6 +171,7 @@ class CupyDriver:
     Raises:
         MissingDependencyError: CuPy or the NVIDIA driver is not installed.
         ArgumentError: not a CUDA device.
+        CopyError: the driver refuses the device.
     """
 
     def __init__(
@@ -175,22 +183,19 @@ class CupyDriver:
         self._cupy = _import_cupy()
         self._runtime: Any = self._cupy.cuda.runtime
         self._launch: Any = self._cupy.cuda.driver.launchKernel
-        library = _libcuda()
-        self._event_query: Callable[[ctypes.c_void_p], int] = library.cuEventQuery
-        self._stream_query: Callable[[ctypes.c_void_p], int] = library.cuStreamQuery
+        library = self._library = _libcuda()
         index = torch.cuda.current_device() if where == torch.device("cuda") else where.index
         self._device = index
         self._torch_device = torch.device("cuda", index)
-        self._exchange_capture_mode: Callable[..., int] = library.cuThreadExchangeStreamCaptureMode
         self._forward_stream = forward_stream
-        self._ready = threading.local()
+        self._context = _primary_context(library, index)
         self._kernels: dict[str, Any] = {}
         self._module = self._cupy.RawModule(code=kernel_source(), options=OPTIONS, backend="nvrtc")
         self._batch = find_batch_copy(library)
         self.batched = self._batch is not None
 
     def active(self) -> _Active:
-        return _Active(self._runtime, self._device, self._ready, self._exchange_capture_mode)
+        return _Active(self._library, self._context)
 
     # Streams and events.
 
@@ -218,10 +223,10 @@ class CupyDriver:
         self._runtime.streamWaitEvent(stream, event)
 
     def event_done(self, event: Event) -> bool:
-        return self._done(self._event_query(ctypes.c_void_p(event)))
+        return self._done(self._library.cuEventQuery(ctypes.c_void_p(event)))
 
     def stream_done(self, stream: Stream) -> bool:
-        return self._done(self._stream_query(ctypes.c_void_p(stream)))
+        return self._done(self._library.cuStreamQuery(ctypes.c_void_p(stream)))
 
     def _done(self, status: int) -> bool:
         if status not in (_SUCCESS, _NOT_READY):
@@ -238,6 +243,7 @@ class CupyDriver:
         # Of this stream's cache: a block from the forward's could still be in use by what runs there.
         with torch.cuda.stream(self._external(stream)):
             tensor = torch.empty(size, dtype=torch.uint8, device=self._torch_device)
+        self._library.cuCtxSetCurrent(self._context)  # torch goes back to the device it thinks it was on
         return Memory(tensor.data_ptr(), size, tensor)
 
     def _external(self, stream: Stream) -> torch.cuda.Stream:
@@ -247,6 +253,7 @@ class CupyDriver:
 
     def pinned_memory(self, size: int) -> Memory:
         tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._library.cuCtxSetCurrent(self._context)
         return Memory(tensor.data_ptr(), size, tensor, tensor.numpy())
 
     def reaches_host(self, address: int) -> bool:
@@ -300,6 +307,8 @@ class CupyDriver:
 
     def prepare(self, kernel: str) -> None:
         if kernel not in self._kernels:
+            if self._runtime.getDevice() != self._device:  # which CuPy compiles for
+                self._runtime.setDevice(self._device)
             self._kernels[kernel] = self._module.get_function(kernel).kernel
 
     def launch(
