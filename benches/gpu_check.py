@@ -14,6 +14,7 @@ Exit status: 0 all is right, 1 no GPU or something missing or wrong, 2 bad argum
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import datetime
 import importlib
@@ -23,6 +24,7 @@ import mmap
 import platform
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,6 +56,7 @@ def wheels() -> list[Path]:
 def install(wheel: Path) -> str:
     """Unpack a wheel with pip into a folder of its own, so that nothing of the machine changes."""
     folder = tempfile.mkdtemp(prefix="gpu-check-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     done = subprocess.run(
         [*command, "--no-compile", "--target", folder, str(wheel)], capture_output=True, text=True
@@ -602,10 +605,13 @@ def time_overlap(bench: Bench) -> None:
             )
 
             def forward(repeats: int, layers: Any = None) -> float:
-                """Seconds from the beginning to the output, on the device's clock."""
+                """Seconds on the device's clock from the beginning, before the load is submitted, to the output."""
                 with driver.active():
                     stream = driver.forward_stream()
                     driver.record(bench.start, stream)
+                if layers is not None:
+                    layers.begin()
+                    engine.submit_load(*ids, after=engine.record_forward(), layers=layers)
                 x = hidden
                 for layer in range(shape.layers):
                     if layers is not None:
@@ -624,11 +630,7 @@ def time_overlap(bench: Bench) -> None:
                 compute = statistics.median(forward(repeats) for _ in range(3))
                 ends = []
                 for _ in range(3):
-                    layers = engine.new_layer_events()
-                    layers.begin()
-                    mark = engine.record_forward()
-                    engine.submit_load(*ids, after=mark, layers=layers)
-                    ends.append(forward(repeats, layers))
+                    ends.append(forward(repeats, engine.new_layer_events()))
                     engine.take_done(wait=True)
                 together = statistics.median(ends)
                 bound = max(load, compute) + max(load, compute) / shape.layers

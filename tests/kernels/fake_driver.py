@@ -69,10 +69,11 @@ class FakeDriver:
         allocations, streams, events: what is alive.
     """
 
-    def __init__(self, seed: int = 0, *, batched: bool = True, lazy: float = 0.5) -> None:
+    def __init__(self, seed: int = 0, *, batched: bool = True, lazy: float = 0.5, most: int = 4) -> None:
         self.rng = np.random.default_rng(seed)
         self.batched = batched
-        self.lazy = lazy
+        self.lazy = lazy  # how often a question finds that nothing has happened
+        self.most = most  # pieces of work that happen otherwise
         self.registered = True
         self.ignore_waits = False
         self.fail_in: int | None = None
@@ -211,7 +212,7 @@ class FakeDriver:
 
     def _ask(self, done: Callable[[], bool]) -> bool:
         if self.rng.random() > self.lazy:
-            self.step(int(self.rng.integers(1, 5)))
+            self.step(int(self.rng.integers(1, self.most + 1)))
         self._idle += 1
         assert self.frozen or self._idle < _STUCK, "somebody waits for what never comes"
         return done()

@@ -45,7 +45,7 @@ def tiny(script: ModuleType, seed: int = 0, budget: float = 1e6):
         register_bytes=1 << 12,
         hidden=8,
     )
-    return script.Bench(FakeDriver(seed, lazy=0.1), "cpu", sizes, budget)
+    return script.Bench(FakeDriver(seed, lazy=0.1, most=300), "cpu", sizes, budget)
 
 
 def test_help() -> None:
