@@ -295,8 +295,8 @@ def check_copies(bench: Bench) -> None:
     kernels_only = plan.CopyRule(min_bytes=1 << 62, min_batched_bytes=1 << 62)
     engines_first = plan.CopyRule(1, 1, 1)
     shapes = {
-        "mha": Shape(3, 2, 16, 4, 64),
-        "mla": Shape(3, 1, 16, 1, 576),
+        "mha": Shape(2, 2, 4, 4, 64),
+        "mla": Shape(3, 1, 4, 1, 576),
         "fp8": Shape(2, 2, 8, 2, 40, "float8_e4m3fn"),
         "odd": Shape(2, 2, 5, 3, 7, "float32"),
         "bytes": Shape(2, 2, 3, 3, 5, "uint8"),
@@ -605,7 +605,7 @@ def time_overlap(bench: Bench) -> None:
             )
 
             def forward(repeats: int, layers: Any = None) -> float:
-                """Seconds on the device's clock from the beginning, before the load is submitted, to the output."""
+                """Seconds on the device's clock from before the load is submitted to the output."""
                 with driver.active():
                     stream = driver.forward_stream()
                     driver.record(bench.start, stream)
