@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 TOOLS := $(VENV)/.tools-installed
 NATIVE := $(VENV)/.package-installed
-SOURCES := $(wildcard Cargo.toml Cargo.lock pyproject.toml README.md LICENSE) \
+SOURCES := $(wildcard Cargo.toml Cargo.lock pyproject.toml README.md LICENSE kernels/*.cu) \
 	$(shell find page_copies rust_tree_core python -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' \
 		-o -name '*.pyi' -o -name py.typed \) -not -path '*/tests/*' -not -path '*/benches/*' 2>/dev/null)
 

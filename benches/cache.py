@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""What the cache costs the scheduler's thread: ticks, requests, allocation. Copies are in copies.py, the tree in tree.py.
+"""What the cache costs the scheduler's thread: ticks, requests, allocation.
+
+Copies are in copies.py, the tree in tree.py.
 
 Times are medians of single calls, in one process; the goal of a tick with nothing to do is 20 µs.
 

@@ -81,7 +81,8 @@ class CacheConfig:
             within a page, so that ranks of different TP sizes share pages; "layer_first" is like the device,
             and goes with no storage.
         host_order: what leaves the host first: "copies_first" copies of what is also on device,
-            "leaves_first" what only the host holds; "auto": the second if the host pool has more pages than the device.
+            "leaves_first" what only the host holds; "auto": the second if the host pool has more pages than
+            the device.
         host_register_chunk: bytes of host memory that are registered with the GPU in one piece, at most.
         host_pinned: "auto": host memory that can not be registered with the GPU is used as it is, with a
             warning; "require": it is refused; "off": it is not registered.

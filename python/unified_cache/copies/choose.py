@@ -36,5 +36,11 @@ def make_copy_engine(device: DevicePool, host: HostPool, *, blocks: int, threads
     if kind == "cuda":
         from unified_cache.copies.cuda import CudaCopyEngine
 
-        return CudaCopyEngine(device.planes, host.planes, host_registered=host.registered, blocks=blocks)
+        return CudaCopyEngine(
+            device.planes,
+            host.planes,
+            host_registered=host.registered,
+            blocks=blocks,
+            host_edges=[address for address, _ in host.pieces],
+        )
     raise ArgumentError(f"device_pool lies on {kind!r}: allowed are 'cpu' and 'cuda'")

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from unified_cache._native import PageMemory, copy_pages
+from unified_cache._native import copy_pages
 from unified_cache._torch import torch
 from unified_cache.copies.engine import CopyHandle, LayerEvents, Mark
+from unified_cache.copies.page_memory import page_memory
 from unified_cache.errors import ArgumentError, BusyError, ClosedError, CopyError
 from unified_cache.pools.allocator import Pages
 from unified_cache.pools.planes import PoolPlanes
@@ -128,8 +129,8 @@ class CpuCopyEngine:
         self._shape = device.shape
         self._threads = default_threads() if threads is None else threads
         self._record_forward = record_forward
-        self._device, self._device_pages = _memory(device, "device"), device.pages
-        self._host, self._host_pages = _memory(host, "host"), host.pages
+        self._device, self._device_pages = page_memory(device, "device"), device.pages
+        self._host, self._host_pages = page_memory(host, "host"), host.pages
         # Copies nothing; says now, not on a thread, what is wrong with the two or with `threads`.
         copy_pages(self._host, [], self._device, [], threads=self._threads)
         self._running = 0
@@ -287,20 +288,3 @@ class CpuCopyEngine:
             copy_pages(*host, *device, threads=self._threads)
         else:
             copy_pages(*device, *host, threads=self._threads, step=self._shape.parts, arrived=arrived)
-
-
-def _memory(pool: PoolPlanes, name: str) -> PageMemory:
-    shape = pool.shape
-    try:
-        return PageMemory(
-            pool.byte_views(),
-            pages=pool.pages,
-            tokens=shape.tokens,
-            heads=shape.heads,
-            run_bytes=shape.run_bytes,
-            page_stride=pool.page_stride,
-            token_stride=pool.token_stride,
-            head_stride=pool.head_stride,
-        )
-    except ArgumentError as error:
-        raise ArgumentError(f"the {name} pool can not be copied: {error}") from None
