@@ -1,27 +1,127 @@
-"""What every storage backend can do."""
+"""What every storage backend can do: objects by key, in batches, straight from and into memory of the host pool.
+
+A backend moves bytes. What an object holds, its checksum, compression, deadlines, the circuit breaker and which
+thread calls are the business of `unified_cache.storage.guard`, once, for all backends.
+"""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
-__all__ = ["PageStatus", "Store"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Backend", "ObjectBatch", "PageStatus", "Store"]
 
 
 class PageStatus(Enum):
-    """What became of one page of a batched `Store.get`."""
+    """What became of one object of a batch."""
 
-    HIT = "hit"
-    MISS = "miss"
-    CORRUPT = "corrupt"  # short, torn, foreign, or its checksum does not fit: counts as a miss
-    ERROR = "error"
+    HIT = "hit"  # get: its bytes are there; set: it is stored now, by this call or before
+    MISS = "miss"  # get: nothing is stored under the key
+    FULL = "full"  # set: there is no room; nothing was stored
+    CORRUPT = "corrupt"  # get: it is short, too long, torn, foreign, or its checksum does not fit
+    ERROR = "error"  # the backend failed
+    TIMEOUT = "timeout"  # not answered within the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectBatch:
+    """Objects of one call, and the memory that they are read from or into.
+
+    An object is a header and a body, stored one right after the other under its key. Both lie in memory of the
+    caller, which the backend neither keeps nor touches after the call. After a get that was no HIT their content
+    is undefined.
+
+    Attributes:
+        keys: at most 150 characters each, of ``0-9 a-z - _ .``; none twice.
+        headers: uint8 (objects, header bytes), contiguous.
+        bodies: one writable view of bytes for each object, all of one size; memory of the host pool, or
+            scratch memory if what is stored is compressed.
+        body_addresses: uint64 (objects,), where the bodies lie: for clients that take addresses.
+        body_sizes: uint64 (objects,): set: bytes to store of each body. get: bytes that its memory has; an
+            object with a shorter body is read as far as it goes.
+        stored_sizes: uint64 (objects,): get: filled in by the backend, bytes of the body that were read.
+    """
+
+    keys: Sequence[str]
+    headers: npt.NDArray[np.uint8]
+    bodies: Sequence[memoryview]
+    body_addresses: npt.NDArray[np.uint64]
+    body_sizes: npt.NDArray[np.uint64]
+    stored_sizes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class Backend(ABC):
+    """One storage engine. Calls come from several threads at once.
+
+    No call takes longer than the deadline that the backend was made with, as far as its client allows that; a
+    call that its client holds up for longer is waited for by its thread alone. A call never raises for what is
+    wrong with one object (its status says so), and raises `StorageError` if the engine as a whole can not be
+    reached. After `close` every call but `close` is a `ClosedError`.
+
+    Attributes:
+        scheme: of its URLs.
+        durable: what was stored outlives the process.
+        shared: other processes see it.
+    """
+
+    scheme: ClassVar[str]
+    durable: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+
+    def register(self, memory: memoryview) -> None:
+        """Bodies will lie in this memory: the host pool, once, before the first get or set.
+
+        For clients that have to know it. It stays where it is until `close` has returned.
+        """
+
+    @abstractmethod
+    def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        """For each run of keys how many, from the first on and without a gap, are stored; in one round trip."""
+
+    @abstractmethod
+    def get(self, batch: ObjectBatch) -> list[PageStatus]:
+        """Read objects into the batch's memory. HIT, MISS, CORRUPT (longer than its memory), ERROR, TIMEOUT."""
+
+    @abstractmethod
+    def set(self, batch: ObjectBatch) -> list[PageStatus]:
+        """Store objects from the batch's memory. HIT, FULL, ERROR, TIMEOUT.
+
+        The first writer of a key wins: an object that is there already stays as it is, and is a HIT. An object
+        is visible under its key only when it is complete and, where the backend is durable, on its medium.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> int:
+        """Forget objects; returns how many were there. Those that others read just now may be left."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[str]:
+        """The keys of all objects, in any order; of what comes or goes meanwhile, some."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every object, and what processes that died have left behind."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Plain numbers: at least `objects` and `bytes`, and `capacity_bytes` where there is a limit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held; waits for calls that run. More than once is fine."""
 
 
 class Store(ABC):
-    """Pages by key. Calls come from one I/O thread for reads and one for writes, in batches.
-
-    Memory is the caller's: views are read or filled in place and not kept after the call. After anything
-    but `PageStatus.HIT` the content of a view is undefined.
-    """
+    """The contract before `Backend`; goes with its last user."""
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> int:
@@ -33,10 +133,7 @@ class Store(ABC):
 
     @abstractmethod
     def set(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
-        """Write pages that are not there yet; returns how many, from the first on, are stored durably now.
-
-        A page is visible under its key only when it is complete and durable.
-        """
+        """Write pages that are not there yet; returns how many, from the first on, are stored durably now."""
 
     @abstractmethod
     def clear(self) -> None:
