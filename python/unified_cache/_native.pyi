@@ -42,6 +42,7 @@ __all__ = [
     "Stored",
     "__version__",
     "copy_pages",
+    "object_checksums",
     "page_hashes",
 ]
 
@@ -697,6 +698,8 @@ class PrefixTree:
         Raises:
             UnknownNodeError: `node` is no node.
         """
+    def host_nodes(self) -> list[int]:
+        """The nodes whose host copy is complete, ancestors first."""
     def page_hashes(self, node: int) -> npt.NDArray[np.uint8]:
         """The digests of the node's own pages, uint8 (pages, 32).
 
@@ -880,6 +883,23 @@ def copy_pages(
         ArgumentError: pages that differ in shape, lists of different lengths, a page or plane that is not in
             its pool, a target page that is named twice, planes of target and source in the same memory. No
             byte was moved.
+    """
+
+def object_checksums(
+    headers: Buffer, covered: int, bodies: Sequence[Buffer], sizes: Sequence[int]
+) -> list[int]:
+    """XXH3 (64 bits, seed 0) of stored objects, each a part of its header and then its body.
+
+    The interpreter's lock is not held meanwhile; nobody may write this memory until it returns.
+
+    Args:
+        headers: C-contiguous bytes, as many for each object.
+        covered: bytes at the front of each header that count.
+        bodies: C-contiguous bytes, one buffer for each object.
+        sizes: bytes at the front of each body that count.
+
+    Raises:
+        ArgumentError: not buffers of this kind, lists of different lengths, or more bytes than a buffer has.
     """
 
 def page_hashes(

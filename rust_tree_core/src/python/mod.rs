@@ -1,11 +1,12 @@
 //! The Python face: converts arguments and results, and decides nothing.
 //!
 //! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls, `replay` those
-//! of the replay, `copies` those of crate `page_copies`.
+//! of the replay, `copies` those of crate `page_copies`, `checksum` those of stored pages.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
 mod buffers;
+mod checksum;
 mod copies;
 mod errors;
 mod replay;
@@ -514,6 +515,10 @@ impl PrefixTree {
         Ok(acks.into_iter().map(Ack).collect())
     }
 
+    fn host_nodes(&self, py: Python<'_>) -> PyResult<Vec<NodeId>> {
+        self.run(py, true, |tree| tree.host_nodes())
+    }
+
     fn page_hashes<'py>(&self, py: Python<'py>, node: NodeArg) -> PyResult<Bound<'py, PyAny>> {
         digest_array(py, &self.try_run(py, true, |tree| tree.page_hashes(node.0))?)
     }
@@ -656,5 +661,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     results::register(module)?;
     module.add_class::<copies::PageMemory>()?;
     module.add_function(wrap_pyfunction!(copies::copy_pages, module)?)?;
+    module.add_function(wrap_pyfunction!(checksum::object_checksums, module)?)?;
     module.add_function(wrap_pyfunction!(page_hashes, module)?)
 }

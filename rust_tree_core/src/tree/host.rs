@@ -294,6 +294,24 @@ mod tests {
     }
 
     #[test]
+    fn host_nodes_are_those_with_a_complete_copy_ancestors_first() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let a = tree.put(&keys(0..2), 0).node;
+        let b = tree.put(&keys(0..4), 0).node;
+        assert!(tree.host_nodes().is_empty());
+        let ack = tree.begin_backup(&[a, b], &keys(10..14)).unwrap();
+        assert!(tree.host_nodes().is_empty());
+        tree.finish_backup(ack).unwrap();
+        assert_eq!(tree.host_nodes(), [a, b]);
+        // The upper part of a cut has the newer id.
+        let upper = tree.get(&keys(0..1)).last_device_node;
+        assert!(upper > a);
+        assert_eq!(tree.host_nodes(), [upper, a, b]);
+        tree.reset();
+        assert!(tree.host_nodes().is_empty());
+    }
+
+    #[test]
     fn bigram_keys_go_on_where_the_anchor_ends() {
         let config = TreeConfig { page_size: 2, bigram: true, ..TreeConfig::default() };
         let mut tree = tree_with(config);

@@ -356,6 +356,14 @@ impl Tree {
         }
     }
 
+    /// The nodes whose host copy is published, ancestors first.
+    pub fn host_nodes(&self) -> Vec<NodeId> {
+        let mut slots: Vec<Slot> =
+            self.live_slots().filter(|&slot| self.nodes[slot as usize].published()).collect();
+        self.sort_by_depth(&mut slots);
+        slots.into_iter().map(|slot| self.nodes[slot as usize].id).collect()
+    }
+
     /// Digests of a node's own pages.
     pub fn page_hashes(&mut self, id: NodeId) -> Result<Vec<Digest>> {
         let slot = self.slot(id)?;
