@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from unified_cache.config import CacheConfig
 from unified_cache.controller.cache_controller import MOST_FAILURES, CacheController
 from unified_cache.controller.recompute import LoadOrRecompute
@@ -17,11 +19,14 @@ from unified_cache.counters import Counters
 from unified_cache.errors import ArgumentError, BusyError, CapacityError, ClosedError, PoisonedError
 from unified_cache.pools.allocator import PageAllocator, Pages, as_count
 from unified_cache.request import Request, as_tokens
-from unified_cache.storage.folder import FolderStore, folder_of
-from unified_cache.storage.keys import fingerprint
+from unified_cache.storage.contract import Backend
+from unified_cache.storage.guard import StorageCounts
+from unified_cache.storage.keys import KeySpace, fingerprint
+from unified_cache.storage.urls import open_storage
 
 if TYPE_CHECKING:
-    import numpy as np
+    import os
+
     import numpy.typing as npt
 
     from unified_cache._native import (
@@ -68,7 +73,7 @@ class UnifiedCache:
     Args:
         config: the settings.
         device_pool: the device's pages; from now on they are the cache's to hand out.
-        clock: seconds, for time limits and for what computing takes.
+        clock: seconds, for time limits and for what computing takes; with storage, threads call it too.
         copies: makes the copy engine for a device pool and a host pool; None: the one that fits the device.
 
     Attributes:
@@ -110,6 +115,14 @@ class UnifiedCache:
         self._host_pages: PageAllocator | None = None
         self._copies: CopyEngine | None = None
         self._storage: StorageLink | None = None
+        self._storage_counts = StorageCounts()
+        # Links that were detached, and whose threads are still inside a call.
+        self._detached: list[StorageLink] = []
+        if device_pool.shape.heads % config.storage_head_groups:
+            raise ArgumentError(
+                f"storage_head_groups must divide the {device_pool.shape.heads} heads of the device pool, "
+                f"not {config.storage_head_groups}"
+            )
         if config.write_policy is None:
             self.tree = config.make_tree()
         else:
@@ -125,6 +138,7 @@ class UnifiedCache:
             wait_seconds=config.alloc_wait,
             most_copy_pages=config.copy_pages,
         )
+        self._controller.held_elsewhere = self._held_by_storage
 
     def _add_host(self, copies: Callable[[DevicePool, HostPool], CopyEngine] | None) -> None:
         # Here, not at the top: a cache without a host tier needs neither them nor what they need.
@@ -136,51 +150,82 @@ class UnifiedCache:
         pages = host_pages_for(device, config.hicache_ratio, config.hicache_size)
         self.tree = config.make_tree(device.num_pages, pages)
         # Opened before anything is allocated or started, since this is what can go wrong.
-        store = None if config.storage is None else FolderStore(folder_of(config.storage))
-        self.host_pool = HostPool(
-            device,
-            pages,
-            layout=config.host_layout,
-            memory=HostMemory(
-                pinned=config.host_pinned,
-                host_register_chunk=config.host_register_chunk,
-                huge_pages=config.host_huge_pages,
-                numa_node=config.host_numa_node,
-            ),
-        )
-        self._host_pages = PageAllocator(pages, "host")
-        if copies is None:
-            self._copies = make_copy_engine(
-                device, self.host_pool, blocks=config.copy_blocks, threads=config.copy_threads
+        backend = None if config.storage is None else self._open(config.storage)
+        try:
+            self.host_pool = HostPool(
+                device,
+                pages,
+                layout=config.host_layout,
+                memory=HostMemory(
+                    pinned=config.host_pinned,
+                    host_register_chunk=config.host_register_chunk,
+                    huge_pages=config.host_huge_pages,
+                    numa_node=config.host_numa_node,
+                ),
             )
-        else:
-            self._copies = copies(device, self.host_pool)
-        if store is not None:
-            self._storage = StorageLink(
-                self.tree,
-                self.host_pool,
-                self._host_pages,
-                store,
-                self._fingerprint(self.host_pool),
-                config,
-                self._clock,
-                self._counters,
-                self._rates,
-            )
+            self._host_pages = PageAllocator(pages, "host")
+            if copies is None:
+                self._copies = make_copy_engine(
+                    device, self.host_pool, blocks=config.copy_blocks, threads=config.copy_threads
+                )
+            else:
+                self._copies = copies(device, self.host_pool)
+            if backend is not None:
+                self._storage = self._link(backend)
+        except BaseException:
+            if backend is not None:
+                backend.close()
+            raise
 
-    def _fingerprint(self, host: HostPool) -> str:
-        device, shape = self.device_pool, host.shape
-        return fingerprint(
+    def _open(self, storage: str | os.PathLike[str] | Backend) -> Backend:
+        return storage if isinstance(storage, Backend) else open_storage(storage, self.config.storage_timeout)
+
+    def _link(self, backend: Backend) -> StorageLink:
+        assert self.host_pool is not None
+        assert self._host_pages is not None
+        link = StorageLink(
+            self.tree,
+            self.host_pool,
+            self._host_pages,
+            backend,
+            self._keys(self.host_pool),
+            self.config,
+            self._clock,
+            self._counters,
+            self._storage_counts,
+            self._rates,
+        )
+        link.held_elsewhere = lambda: self._held_besides(link)
+        return link
+
+    def _keys(self, host: HostPool) -> KeySpace:
+        device, shape, groups = self.device_pool, host.shape, self.config.storage_head_groups
+        name = fingerprint(
             model=self.config.model,
             weight_version=self.config.weight_version,
             kind=device.kind,
             dtype=str(device.dtype),
             layers=shape.layers,
             heads=shape.heads,
+            head_groups=groups,
             head_dim=shape.run_bytes // device.dtype.itemsize,
             page_size=shape.tokens,
             layout=host.layout,
         )
+        return KeySpace(name, groups)
+
+    def _links(self) -> list[StorageLink]:
+        return self._detached if self._storage is None else [self._storage, *self._detached]
+
+    def _held_by_storage(self) -> Pages:
+        """Host pages that storage threads still touch, from before a reset."""
+        none = np.empty(0, np.uint32)
+        return np.concatenate([none, *(link.quarantined() for link in self._links())])
+
+    def _held_besides(self, one: StorageLink) -> Pages:
+        """The same of copies, and of other links than one."""
+        others = [link.quarantined() for link in self._links() if link is not one]
+        return np.concatenate([self._controller.quarantined()[1], *others])
 
     # Requests
 
@@ -373,10 +418,17 @@ class UnifiedCache:
     def _step(self, most_failures: int | None = None) -> None:
         self._check_open()
         self._controller.tick(most_failures)
-        if self._storage is not None and not self._storage.idle:
+        if self._storage is not None:
             self._storage.tick()
+        if self._detached:
+            self._tick_detached()
         if self._expiries and self._clock() >= self._expiries[0]:
             self._expire_pins()
+
+    def _tick_detached(self) -> None:
+        for link in self._detached:
+            link.tick()
+        self._detached = [link for link in self._detached if link.busy]
 
     def flush(self, timeout: float | None = None) -> bool:
         """Tick until nothing is under way: what was wanted on host and in storage is there or given up.
@@ -464,19 +516,22 @@ class UnifiedCache:
         return self._closed
 
     def stats(self) -> dict[str, int]:
-        """Counters by name; they only go up, also across `reset`. See `unified_cache.counters.Counters`."""
-        return self._counters.as_dict()
+        """Counters by name; they only go up, also across `reset`. See `unified_cache.counters.Counters`, and
+        `unified_cache.storage.guard.StorageCounts`."""
+        return self._counters.as_dict() | self._storage_counts.as_dict()
 
     def usage(self) -> dict[str, int]:
         """What is held now, in pages by tier: in all, free, in the tree, of requests, of copies that ended
-        late.
+        late; on host also what is being read from storage.
 
-        ``free + tree + request + quarantined = pages``; on device what `alloc` gave to somebody else comes to
-        that, on host what is being read from storage.
+        ``free + tree + request + quarantined (+ reading) = pages``; on device what `alloc` gave to somebody
+        else comes to that.
         """
         page_size, host = self.page_size, self._host_pages
         device_abandoned, host_abandoned = self._controller.abandoned_pages
         device_quarantined, host_quarantined = self._controller.quarantined()
+        if links := self._links():
+            host_quarantined = np.union1d(host_quarantined, self._held_by_storage())
         away = [request._retracted for request in self._active if request._retracted is not None]
         leaving = sum(pages.device_pages for pages in away if pages.state == "leaving")
         own = sum(len(request._pages) - request._borrowed for request in self._active)
@@ -492,6 +547,7 @@ class UnifiedCache:
             "host_tree_pages": (self.tree.host_tokens + self.tree.pending_host_tokens) // page_size,
             "host_request_pages": sum(pages.host_pages for pages in away) + host_abandoned,
             "host_quarantined_pages": len(host_quarantined),
+            "host_reading_pages": sum(link.reading_pages for link in links),
         }
 
     def take_events(self) -> list[Stored | Removed | Cleared]:
@@ -505,9 +561,10 @@ class UnifiedCache:
     # The end
 
     def reset(self, *, force: bool = False) -> None:
-        """Empty device and host; storage and the counters stay.
+        """Empty device and host; storage and the counters stay. It waits for nothing.
 
-        Pages that a copy still touches stay out of use until it has ended.
+        Pages that a copy or a storage thread still touches stay out of use until it has ended, however long
+        a storage takes: no thread is started in the place of one that is held up.
 
         Args:
             force: also with requests active, or with pages out that `alloc` gave. Any call on such a request
@@ -527,8 +584,8 @@ class UnifiedCache:
                 f"{out} device pages are out through alloc: free or insert them, or call reset(force=True) "
                 "and forget them"
             )
-        if self._storage is not None:
-            self._storage.cancel()
+        for link in self._links():
+            link.cancel()
         self._controller.cancel()
         self._epoch += 1
         self._active.clear()
@@ -537,7 +594,7 @@ class UnifiedCache:
         device, host = self._controller.quarantined()
         self._controller.reset_device(keep=device)
         if self._host_pages is not None:
-            self._host_pages.reset(keep=host)
+            self._host_pages.reset(keep=np.union1d(host, self._held_by_storage()))
 
     def update_weights(self, version: str, *, force: bool = False) -> None:
         """The model has other weights from now on: what was computed with the old ones is never hit again.
@@ -561,7 +618,57 @@ class UnifiedCache:
         self.reset(force=force)
         self.config = config
         if self._storage is not None and self.host_pool is not None:
-            self._storage.use_fingerprint(self._fingerprint(self.host_pool))
+            self._storage.use_keys(self._keys(self.host_pool))
+
+    # Storage at run time
+
+    def attach_storage(self, storage: str | os.PathLike[str] | Backend) -> None:
+        """Use a storage from now on. What is on host already goes there too, a part at each tick.
+
+        Args:
+            storage: as `CacheConfig.storage`.
+
+        Raises:
+            ArgumentError: no URL, path or backend, or settings that go with no storage (no host tier, no
+                model).
+            BusyError: there is one: `detach_storage` first.
+            StorageError: it can not be used; nothing has changed.
+        """
+        self._check_open()
+        if self._storage is not None:
+            raise BusyError("there is a storage already: detach_storage first")
+        self.config.check_storage(storage)
+        backend = self._open(storage)
+        try:
+            link = self._link(backend)
+        except BaseException:
+            backend.close()
+            raise
+        self.config = replace(self.config, storage=storage)
+        self._storage = link
+        link.write_later(self.tree.host_nodes())
+
+    def detach_storage(self, *, timeout: float = 10.0) -> bool:
+        """Use no storage from now on, and close it. Requests go on without what they still wait for.
+
+        Calls that the storage holds up are left to their threads; what these touch stays out of use until
+        they return.
+
+        Args:
+            timeout: seconds that pages on their way to storage may take; what is left then is not stored.
+
+        Returns:
+            False if something was left.
+        """
+        self._check_open()
+        if self._storage is None:
+            return True
+        written = self.flush(timeout) and not self._storage.busy
+        link, self._storage = self._storage, None
+        self.config = replace(self.config, storage=None)
+        self._detached.append(link)
+        link.close()
+        return written
 
     def close(self, *, timeout: float = 10.0) -> None:
         """End all threads. More than once is fine; any other call is a `ClosedError` from then on.
@@ -581,8 +688,8 @@ class UnifiedCache:
                 if self._copies is not None:
                     self._copies.close()
             finally:
-                if self._storage is not None:
-                    self._storage.close()
+                for link in self._links():
+                    link.close()
                 if self.host_pool is not None:
                     self.host_pool.close()
 
@@ -670,34 +777,34 @@ class UnifiedCache:
     def _start_prefetch(
         self,
         tokens: npt.NDArray[np.uint32],
+        first: int,
         anchor: int,
-        extra_key: str | None,
-        cache_salt: str | None,
+        namespace: tuple[str | None, str | None],
+        priority: int,
     ) -> Prefetch | None:
+        """Look in storage for the pages of `tokens` after the first ones, which end with `anchor`."""
         if self._storage is None:
             return None
-        prefetch = self._storage.start(tokens, anchor, extra_key, cache_salt)
+        prefetch = self._storage.start(tokens, first, anchor, namespace, priority)
         if prefetch is not None and self.config.write_policy != "write_back":
             # Under write_through nothing on host hangs below a node that is not there.
             self._controller.want_backup([anchor])
         return prefetch
 
     def _prefetch_over(self, prefetch: Prefetch) -> bool:
-        return self._storage is None or self._storage.over(prefetch)
+        return prefetch.reads.over(prefetch)
 
     def _wait_prefetch(self, prefetch: Prefetch) -> None:
-        assert self._storage is not None
         self.tick()
-        while not self._storage.over(prefetch):
-            self._storage.wait(_POLL_SECONDS)
+        while not prefetch.reads.over(prefetch):
+            for link in self._links():
+                link.wait(_POLL_SECONDS)
             self.tick()
         self._stop_prefetch(prefetch)
 
     def _stop_prefetch(self, prefetch: Prefetch) -> None:
-        assert self._storage is not None
         self._controller.begin_backups()
-        self._storage.stop(prefetch)
+        prefetch.reads.stop(prefetch)
 
     def _release_prefetch(self, prefetch: Prefetch) -> None:
-        assert self._storage is not None
-        self._storage.release(prefetch)
+        prefetch.reads.release(prefetch)

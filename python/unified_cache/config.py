@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unified_cache._native import PrefixTree
-from unified_cache.errors import ArgumentError
+from unified_cache.errors import ArgumentError, StorageError
 from unified_cache.pools.layouts import HOST_LAYOUTS, host_layout
+from unified_cache.storage.compression import CODECS
+from unified_cache.storage.contract import Backend
+from unified_cache.storage.urls import DEADLINE_SECONDS, StorageUrl
 
 __all__ = ["HOST_LAYOUTS", "PREFETCH_POLICIES", "CacheConfig"]
 
@@ -58,12 +61,6 @@ def _threshold(setting: str, value: object) -> None:
     _integer(setting, value, 0)
 
 
-def _folder(setting: str, value: object) -> None:
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ArgumentError(f"{setting} must be a folder's path or file:///path, not {value!r}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """How a cache is set up.
@@ -98,8 +95,14 @@ class CacheConfig:
         copy_pages: the most pages in one submission; None: everything that waits.
         alloc_wait: seconds that `alloc` may wait for the next copy under way to end and free pages.
         events: queue an event for each change of a tier, for `UnifiedCache.take_events`.
-        storage: a folder that holds pages for longer than the process, as a path or ``file:///path``;
-            None: no storage.
+        storage: what holds pages for longer than the process: a URL (see `unified_cache.storage.urls`), a
+            folder's path, or a `Backend`, which the cache closes; None: no storage.
+        storage_timeout: seconds that a call to the storage may take; after that it is a miss.
+        storage_read_threads: threads that look for and read stored pages.
+        storage_write_threads: threads that write them.
+        storage_compression: "zstd" or "lz4": stored pages are compressed, where that makes them smaller.
+        storage_head_groups: objects that a page is cut into, each with as many heads: with
+            host_layout="page_head", and a divisor of the heads.
         prefetch_policy: how long a request waits for storage: "best_effort" not at all, "wait_complete"
             until everything found was read, "timeout" at most `prefetch_timeout` and
             `prefetch_timeout_per_1024` for every 1,024 tokens asked for.
@@ -133,7 +136,12 @@ class CacheConfig:
     copy_pages: int | None = None
     alloc_wait: float = 10.0
     events: bool = False
-    storage: str | os.PathLike[str] | None = None
+    storage: str | os.PathLike[str] | Backend | None = None
+    storage_timeout: float = DEADLINE_SECONDS
+    storage_read_threads: int = 4
+    storage_write_threads: int = 2
+    storage_compression: Literal["zstd", "lz4"] | None = None
+    storage_head_groups: int = 1
     prefetch_policy: str = "timeout"
     prefetch_threshold: int | Literal["auto"] = 256
     prefetch_timeout: float = 1.0
@@ -173,12 +181,33 @@ class CacheConfig:
         for setting in ("model", "weight_version"):
             if not isinstance(getattr(self, setting), str):
                 raise ArgumentError(f"{setting} must be a string, not {getattr(self, setting)!r}")
+        _number("storage_timeout", self.storage_timeout, above=0)
+        _integer("storage_read_threads", self.storage_read_threads, 1, 256)
+        _integer("storage_write_threads", self.storage_write_threads, 1, 256)
+        _one_of("storage_compression", self.storage_compression, (None, *CODECS))
+        _integer("storage_head_groups", self.storage_head_groups, 1, 65535)
+        if self.storage_head_groups > 1 and self.host_layout != "page_head":
+            raise ArgumentError(
+                f"storage_head_groups={self.storage_head_groups} needs host_layout='page_head', where the "
+                f"heads of a group lie together, not {self.host_layout!r}"
+            )
         if self.storage is not None:
-            self._check_storage()
+            self.check_storage(self.storage)
         self.make_tree()
 
-    def _check_storage(self) -> None:
-        _folder("storage", self.storage)
+    def check_storage(self, storage: object) -> None:
+        """Refuse a storage that can not be used with these settings, before it is opened.
+
+        Raises:
+            ArgumentError: no URL, path or backend, or a setting that goes with no storage.
+        """
+        if not isinstance(storage, str | os.PathLike | Backend):
+            raise ArgumentError(f"storage must be a URL, a folder's path or a Backend, not {storage!r}")
+        if not isinstance(storage, Backend):
+            try:
+                StorageUrl.parse(storage)
+            except StorageError as error:
+                raise ArgumentError(str(error)) from None
         if self.write_policy is None:
             raise ArgumentError(
                 "storage needs a host tier: write_policy must be 'write_through', "

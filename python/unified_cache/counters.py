@@ -38,9 +38,12 @@ class Counters:
 
     prefetches: int = 0
     prefetches_refused: int = 0  # too many were under way
+    storage_look_ups: int = 0  # questions, each for any number of requests
     storage_found_pages: int = 0
+    storage_shared_pages: int = 0  # of these, pages that were being read for another request already
     storage_read_pages: int = 0
     storage_written_pages: int = 0
+    storage_failed_pages: int = 0  # not stored; tried again at their next access
     storage_skipped_pages: int = 0  # not handed to storage, since too much was on its way
     storage_corrupt_pages: int = 0
     storage_errors: int = 0

@@ -109,10 +109,11 @@ class Request:
         cache._retry_storage(match.last_host_node)
         if self._usable > match.device_length + match.host_hit_length:
             self._prefetch = cache._start_prefetch(
-                tokens[match.device_length + match.host_hit_length : self._usable],
+                tokens[: self._usable],
+                (match.device_length + match.host_hit_length) // self._page_size,
                 match.last_host_node,
-                extra_key,
-                cache_salt,
+                (extra_key, cache_salt),
+                priority,
             )
 
     # What is there

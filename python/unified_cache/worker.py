@@ -1,13 +1,14 @@
-"""A thread that runs jobs in order, and that never keeps a process or a forgotten owner alive."""
+"""Threads that run jobs in order, and that never keep a process or a forgotten owner alive."""
 
 import atexit
+import heapq
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["Worker"]
+__all__ = ["Ticket", "Worker", "WorkerPool"]
 
 _Job = Callable[[], None]
 
@@ -17,6 +18,7 @@ _CLOSE_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
 
 _workers: "dict[threading.Thread, queue.SimpleQueue[_Job | None]]" = {}
+_pools: "dict[_Jobs, list[threading.Thread]]" = {}
 
 
 def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
@@ -48,11 +50,13 @@ def _stop(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> N
 @atexit.register
 def _stop_all() -> None:
     # A thread that is inside native code while the interpreter goes down can crash it.
-    workers = dict(_workers)
+    workers, pools = dict(_workers), dict(_pools)
     for jobs in workers.values():
         _drop(jobs)
+    for queued in pools:
+        queued.end()
     end = time.monotonic() + _EXIT_SECONDS
-    for thread in workers:
+    for thread in [*workers, *(thread for threads in pools.values() for thread in threads)]:
         thread.join(max(end - time.monotonic(), 0))
 
 
@@ -82,4 +86,109 @@ class Worker:
 
     def close(self) -> None:
         """Forget the jobs that have not begun and end the thread. More than once is fine."""
+        self._finalizer()
+
+
+class Ticket:
+    """A job of a `WorkerPool`."""
+
+    __slots__ = ("_job",)
+
+    def __init__(self, job: _Job) -> None:
+        self._job: _Job | None = job  # None: taken by a thread, or cancelled
+
+
+class _Jobs:
+    """The queue of a pool: what its threads know, so that they do not keep the pool alive."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, int, Ticket]] = []
+        self._submitted = 0
+        self._ended = False
+
+    def put(self, ticket: Ticket, priority: int) -> None:
+        with self._changed:
+            self._submitted += 1
+            # The higher first, and in order among equals.
+            heapq.heappush(self._waiting, (-priority, self._submitted, ticket))
+            self._changed.notify()
+
+    def take(self) -> _Job | None:
+        with self._changed:
+            while True:
+                while self._waiting:
+                    ticket = heapq.heappop(self._waiting)[2]
+                    job, ticket._job = ticket._job, None
+                    if job is not None:
+                        return job
+                if self._ended:
+                    return None
+                self._changed.wait()
+
+    def cancel(self, ticket: Ticket) -> bool:
+        with self._changed:
+            job, ticket._job = ticket._job, None
+            return job is not None
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+def _work(jobs: _Jobs) -> None:
+    while True:
+        job = jobs.take()
+        if job is None:
+            return
+        job()
+        del job
+
+
+def _stop_pool(jobs: _Jobs, threads: list[threading.Thread]) -> None:
+    _pools.pop(jobs, None)
+    jobs.end()
+    end = time.monotonic() + _CLOSE_SECONDS
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(end - time.monotonic(), 0))
+
+
+class WorkerPool:
+    """Daemon threads with one queue of jobs, the higher priority first. Jobs must not raise.
+
+    Args:
+        name: of the threads, with a number after it.
+        threads: how many.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs = _Jobs()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._jobs,), name=f"{name} {at}", daemon=True)
+            for at in range(threads)
+        ]
+        self._finalizer = weakref.finalize(self, _stop_pool, self._jobs, self._threads)
+        self._finalizer.atexit = False
+        for thread in self._threads:
+            thread.start()
+        _pools[self._jobs] = self._threads
+
+    def submit(self, job: _Job, priority: int = 0) -> Ticket:
+        """Run `job` when a thread is free for it."""
+        ticket = Ticket(job)
+        self._jobs.put(ticket, priority)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """True if the job had not begun: it never will."""
+        return self._jobs.cancel(ticket)
+
+    def close(self) -> None:
+        """Forget the jobs that have not begun, and end the threads; one that is in a job ends after it.
+
+        Waits for a second at most. More than once is fine.
+        """
         self._finalizer()

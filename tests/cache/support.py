@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from unified_cache.copies.engine import CopyHandle, LayerEvents, Mark
 from unified_cache.errors import CopyError, StorageError
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 from unified_cache.pools.planes import PoolPlanes
-from unified_cache.storage.contract import PageStatus, Store
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.worker import Ticket
 
 PAGE = 4
 
@@ -132,6 +133,7 @@ def assert_nothing_held(cache: UnifiedCache) -> None:
     assert usage["host_free_pages"] + usage["host_tree_pages"] == usage["host_pages"]
     for tier in ("device", "host"):
         assert usage[f"{tier}_request_pages"] == usage[f"{tier}_quarantined_pages"] == 0
+    assert usage["host_reading_pages"] == 0
     if cache._host_pages is not None:
         cache._host_pages.check()
 
@@ -310,90 +312,125 @@ class LateCopies:
             queue.clear()
 
 
-class ManualWorker:
-    """Stands in for `Worker`: jobs run when the test says so."""
+class ManualThreads:
+    """Stands in for `WorkerPool`: jobs run when the test says so, the higher priority first."""
 
     def __init__(self) -> None:
-        self.jobs: deque[Callable[[], None]] = deque()
+        self._queued: list[tuple[int, Ticket]] = []
 
-    def submit(self, job: Callable[[], None]) -> None:
-        self.jobs.append(job)
+    @property
+    def jobs(self) -> list[Ticket]:
+        """Those that have not begun."""
+        return [ticket for _, ticket in self._queued if ticket._job is not None]
+
+    def submit(self, job: Callable[[], None], priority: int = 0) -> Ticket:
+        ticket = Ticket(job)
+        self._queued.append((-priority, ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        job, ticket._job = ticket._job, None
+        return job is not None
 
     def run(self) -> bool:
-        if not self.jobs:
+        """Run one job on this thread; False if there is none."""
+        self._queued = [entry for entry in self._queued if entry[1]._job is not None]
+        if not self._queued:
             return False
-        self.jobs.popleft()()
+        ticket = min(self._queued, key=lambda entry: entry[0])[1]
+        job, ticket._job = ticket._job, None
+        assert job is not None
+        job()
         return True
 
-    def drain(self, timeout: float | None = None) -> bool:
+    def drain(self) -> None:
         while self.run():
             pass
-        return True
 
     def close(self) -> None:
-        self.jobs.clear()
+        self._queued.clear()
 
 
-class MemoryStore(Store):
-    """Pages in a dict, with faults: `fault()` names what happens to the next page or batch, or None."""
+class MemoryStore(Backend):
+    """Objects in a dict, with faults: `fault()` names what happens to the next object or call, or None."""
+
+    scheme = "test"
+    durable = False
 
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
         self.fault: Callable[[], str | None] = lambda: None
+        self.before: Callable[[str], None] = lambda call: None  # runs first in every call
         self.calls: list[tuple[str, int]] = []
+        self.closed = 0
 
-    def exists(self, keys: Sequence[str]) -> int:
-        self.calls.append(("exists", len(keys)))
+    def _called(self, call: str, count: int) -> None:
+        self.calls.append((call, count))
+        self.before(call)
         if self.fault() == "down":
             raise StorageError("the store is down")
-        return next((at for at, key in enumerate(keys) if key not in self.pages), len(keys))
 
-    def get(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[PageStatus]:
-        self.calls.append(("get", len(keys)))
-        if self.fault() == "down":
-            raise StorageError("the store is down")
+    def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        self._called("exists", sum(map(len, runs)))
+        return [next((at for at, key in enumerate(run) if key not in self.pages), len(run)) for run in runs]
+
+    def get(self, batch: ObjectBatch) -> list[PageStatus]:
+        self._called("get", len(batch))
         statuses = []
-        for key, view in zip(keys, views, strict=True):
-            view[:] = b"\xee" * len(view)
-            fault = self.fault()
+        for at, key in enumerate(batch.keys):
+            body, fault = batch.bodies[at], self.fault()
+            body[:] = b"\xee" * len(body)
             if key not in self.pages or fault == "gone":
                 statuses.append(PageStatus.MISS)
-            elif fault in ("corrupt", "error"):
+            elif fault in ("corrupt", "error", "timeout"):
                 statuses.append(PageStatus(fault))
             else:
-                view[:] = self.pages[key]
+                whole = bytearray(self.pages[key])
+                if fault == "flip":
+                    whole[-1] ^= 1
+                header = batch.headers.shape[1]
+                batch.headers[at] = list(whole[:header])
+                body[: len(whole) - header] = whole[header:]
+                batch.stored_sizes[at] = len(whole) - header
                 statuses.append(PageStatus.HIT)
         return statuses
 
-    def set(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
-        self.calls.append(("set", len(keys)))
-        for at, (key, view) in enumerate(zip(keys, views, strict=True)):
+    def set(self, batch: ObjectBatch) -> list[PageStatus]:
+        self._called("set", len(batch))
+        statuses = []
+        for at, key in enumerate(batch.keys):
             if self.fault() == "full":
-                return at
-            self.pages.setdefault(key, bytes(view))
-        return len(keys)
+                statuses.append(PageStatus.FULL)
+                continue
+            whole = batch.headers[at].tobytes() + bytes(batch.bodies[at][: int(batch.body_sizes[at])])
+            self.pages.setdefault(key, whole)
+            statuses.append(PageStatus.HIT)
+        return statuses
+
+    def delete(self, keys: Sequence[str]) -> int:
+        return sum(self.pages.pop(key, None) is not None for key in keys)
+
+    def keys(self) -> Iterator[str]:
+        return iter(list(self.pages))
 
     def clear(self) -> None:
         self.pages.clear()
 
     def stats(self) -> dict[str, int]:
-        return {"pages": len(self.pages), "bytes": sum(map(len, self.pages.values()))}
+        return {"objects": len(self.pages), "bytes": sum(map(len, self.pages.values()))}
 
     def close(self) -> None:
-        pass
+        self.closed += 1
 
 
-def with_manual_storage(cache: UnifiedCache, store: Store) -> tuple[ManualWorker, ManualWorker]:
-    """Put `store` in place of the cache's own; returns the workers for writes and for reads."""
+def with_manual_threads(cache: UnifiedCache) -> tuple[ManualThreads, ManualThreads]:
+    """Let the test run what the cache's storage threads would; returns those for writes and for reads."""
     link = cache._storage
     assert link is not None
-    link.store.close()
-    writes, reads = ManualWorker(), ManualWorker()
-    for part, worker in ((link._backup, writes), (link._reader, reads)):
-        part._worker.close()
-        part._worker = worker  # type: ignore[assignment]
-        part._store = store
-    link.store = store
+    writes, reads = ManualThreads(), ManualThreads()
+    for part, threads in ((link._backup, writes), (link._reader, reads)):
+        part.threads.close()
+        part.threads = threads
     return writes, reads
 
 

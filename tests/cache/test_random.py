@@ -19,7 +19,6 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from tests.cache.support import (
     make_cache,
     page_content,
     read_page,
-    with_manual_storage,
+    with_manual_threads,
     write_page,
 )
 from unified_cache import (
@@ -108,9 +107,10 @@ def make_random_pool(rng: random.Random) -> Pool:
 
 
 class Episode:
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
+        pool = make_random_pool(rng)
         policies = ("write_through", "write_through_selective", "write_back")
         # The first episodes go through the write policies, whatever the dice say.
         policy = policies[seed % 3] if seed % 7 else None
@@ -126,13 +126,16 @@ class Episode:
             settings["write_through_threshold"] = 2
         self.stored = policy is not None and chance(rng, 0.5)
         if self.stored:
-            settings["storage"] = str(folder)
+            self.store = MemoryStore()
+            settings["storage"] = self.store
+            if settings["host_layout"] == "page_head" and pool.shape.heads == 2:
+                settings["storage_head_groups"] = rng.choice((1, 2))
             settings["prefetch_threshold"] = rng.choice((0, 2 * PAGE, "auto"))
             settings["prefetch_policy"] = rng.choice(("best_effort", "timeout", "wait_complete"))
         elif policy is not None and chance(rng, 0.25):
             settings["host_layout"] = "layer_first"
         settings["eviction_policy"] = rng.choice(PrefixTree.eviction_policies())
-        self.cache: UnifiedCache = make_cache(make_random_pool(rng), **settings)
+        self.cache: UnifiedCache = make_cache(pool, **settings)
         self.planes = self.cache.device_pool.planes
         self.stream = Stream()
         self.failing = False
@@ -146,10 +149,12 @@ class Episode:
             self.failing = chance(rng, 0.3)
             if self.failing:
                 self.copies.fail = lambda handle: chance(rng, 0.1)
-        self.store = MemoryStore()
-        if chance(rng, 0.5):
+        if self.stored and chance(rng, 0.5):
             self.store.fault = self.fault
-        self.io = with_manual_storage(self.cache, self.store) if self.stored else ()
+        self.io = with_manual_threads(self.cache) if self.stored else ()
+        self.inside = 0  # calls of the store that have not returned
+        if self.stored:
+            self.store.before = self.meanwhile
         self.requests: list[Request] = []
         self.pins: list[Any] = []
         self.own_locks: list[Any] = []
@@ -158,8 +163,22 @@ class Episode:
 
     def fault(self) -> str | None:
         return (
-            self.rng.choice(("down", "gone", "corrupt", "error", "full")) if chance(self.rng, 0.2) else None
+            self.rng.choice(("down", "gone", "corrupt", "error", "timeout", "flip", "full"))
+            if chance(self.rng, 0.2)
+            else None
         )
+
+    def meanwhile(self, call: str) -> None:
+        """What else happens while a call of the store runs: anything."""
+        if self.inside or not chance(self.rng, 0.3):
+            return
+        self.inside += 1
+        for _ in range(self.rng.randrange(1, 6)):
+            self.step()
+        if chance(self.rng, 0.1):
+            self.clock.now += 10  # it hangs
+            self.cache.tick()
+        self.inside -= 1
 
     def prompt(self) -> np.ndarray:
         """Conversations that share beginnings and part somewhere."""
@@ -373,7 +392,17 @@ class Episode:
                 assert pages > 0
         elif chance(self.rng, 0.5):
             self.reset()
+        elif self.stored:
+            self.attach()
         self.check()
+
+    def attach(self) -> None:
+        """Take the storage away, or give it back."""
+        if self.cache._storage is not None:
+            self.cache.detach_storage(timeout=0)
+        else:
+            self.cache.attach_storage(self.store)
+            self.io = with_manual_threads(self.cache)
 
     def reset(self) -> None:
         if chance(self.rng, 0.5):
@@ -404,9 +433,7 @@ class Episode:
         cache = self.cache
         cache.tree.check_invariants()
         usage = cache.usage()
-        link = cache._storage
-        reading = 0 if link is None else sum(len(p.pages) - p.kept for p in link._prefetches.values())
-        for tier, others in (("device", 0), ("host", reading)):
+        for tier, others in (("device", 0), ("host", usage["host_reading_pages"])):
             parts = ("free", "tree", "request", "quarantined")
             held = sum(usage[f"{tier}_{part}_pages"] for part in parts) + others
             assert held == usage[f"{tier}_pages"], (tier, usage)
@@ -427,6 +454,8 @@ class Episode:
                     assert self.failing
                     request.abort()
         self.requests.clear()
+        if self.stored:
+            self.store.before = lambda call: None
         for lock in self.own_locks:
             self.cache.unlock(lock)
         self.own_locks.clear()
@@ -451,12 +480,11 @@ class Episode:
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_random_calls(group: int, tmp_path: Path) -> None:
+def test_random_calls(group: int) -> None:
     for at in range(group, EPISODES, GROUPS):
         seed = FIRST_SEED + at
-        folder = tmp_path / str(seed)
         try:
-            episode = Episode(seed, folder)
+            episode = Episode(seed)
             for _ in range(STEPS):
                 episode.step()
             episode.end()

@@ -95,6 +95,7 @@ class CacheController:
         self._abandoned: dict[CacheOperation, tuple[int, int]] = {}
         # What copies from before a reset still touch.
         self._quarantine: dict[CopyHandle, tuple[Pages, Pages]] = {}
+        self.held_elsewhere: Callable[[], Pages] = lambda: _NO_PAGES  # host pages that storage still touches
         # Moments on the forward's stream, oldest first; those of before are over.
         self._marks: deque[tuple[int, Mark]] = deque()
         self._mark = 1  # stamped on pages that are freed now; its moment comes at the next tick
@@ -637,4 +638,4 @@ class CacheController:
         device, host = self._quarantine.pop(handle)
         still_device, still_host = self.quarantined()
         self.free_device(np.setdiff1d(device, still_device))
-        self._host.free(np.setdiff1d(host, still_host))
+        self._host.free(np.setdiff1d(host, np.concatenate((still_host, self.held_elsewhere()))))

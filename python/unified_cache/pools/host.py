@@ -140,6 +140,12 @@ class HostPool:
         """The GPU may reach the memory by itself."""
         return bool(self.pieces)
 
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of the whole pool, writable, without a copy: for storage that must know them."""
+        self._open()
+        return self._bytes
+
     def page_view(self, page: int) -> memoryview:
         """The bytes of one page, contiguous and writable, without a copy.
 

@@ -1,64 +1,113 @@
-"""Writing pages to storage, on a thread: it touches bytes and queues only."""
+"""Writing pages to storage, on threads: they touch bytes and queues only."""
+
+from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
-from unified_cache.storage.contract import Store
-from unified_cache.worker import Worker
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["BATCH_PAGES", "StorageBackup", "WriteJob"]
+from unified_cache.storage.contract import PageStatus
+from unified_cache.storage.guard import StorageGuard
+from unified_cache.worker import Ticket
 
+__all__ = ["BATCH_PAGES", "StorageBackup", "Threads", "WriteJob"]
+
+# Pages that go to or come from a backend in one call.
 BATCH_PAGES = 128
 
 
-class WriteJob:
-    """Pages to write, in the order of their prefix. The memory behind the views must stay as it is."""
+class Threads(Protocol):
+    """What runs jobs: a `WorkerPool`."""
 
-    def __init__(self, keys: Sequence[str], views: Sequence[memoryview]) -> None:
+    def submit(self, job: Callable[[], None], priority: int = 0) -> Ticket: ...
+
+    def cancel(self, ticket: Ticket) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class WriteJob:
+    """Pages to write, in the order of their prefix. The memory behind the views must stay as it is.
+
+    Args:
+        keys: of the objects, page by page.
+        views: of the objects.
+        addresses: uint64 (objects,), where they lie.
+        groups: objects a page.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        views: Sequence[memoryview],
+        addresses: npt.NDArray[np.uint64],
+        groups: int = 1,
+    ) -> None:
         self.keys = keys
         self.views = views
+        self.addresses = addresses
+        self.groups = groups
+        self.pages = len(keys) // groups
         self.stop = False  # set by the owner: the next batch is not begun
+        self.ticket: Ticket | None = None
         # Valid once the job was taken as done:
         self.stored = 0  # pages from the front that are in storage now
-        self.written = 0  # of these, in batches that this job has written
-        self.error: Exception | None = None
+        self.written = 0  # objects that this job has written
+        self.failed = False  # the storage did not answer, or has no room
 
 
 class StorageBackup:
-    """Runs `WriteJob`s one after the other."""
+    """Runs `WriteJob`s, several at a time; the batches of one job come one after the other."""
 
-    def __init__(self, store: Store, done: "queue.SimpleQueue[WriteJob]") -> None:
-        self._store = store
+    def __init__(self, guard: StorageGuard, threads: Threads, done: queue.SimpleQueue[object]) -> None:
+        self._guard = guard
         self._done = done
-        self._worker = Worker("unified-cache storage writes")
+        self.threads = threads
 
     def submit(self, job: WriteJob) -> None:
-        """Write the job's pages; the job comes out of the done queue exactly once."""
-        self._worker.submit(partial(self._run, job))
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until all jobs have ended; False if that took longer than `timeout`."""
-        return self._worker.drain(timeout)
-
-    def close(self) -> None:
-        """End the thread. More than once is fine."""
-        self._worker.close()
+        """Write the job's pages; it comes out of the done queue exactly once, unless it is cancelled."""
+        job.ticket = self.threads.submit(partial(self._run, job))
 
     def _run(self, job: WriteJob) -> None:
         try:
-            for start in range(0, len(job.keys), BATCH_PAGES):
-                if job.stop:
+            step = BATCH_PAGES * job.groups
+            for start in range(0, len(job.keys), step):
+                if job.stop or not self._write(job, start, min(start + step, len(job.keys))):
                     break
-                keys, views = job.keys[start : start + BATCH_PAGES], job.views[start : start + BATCH_PAGES]
-                there = self._store.exists(keys)
-                job.stored += there
-                if there < len(keys):
-                    written = self._store.set(keys[there:], views[there:])
-                    job.stored += written
-                    job.written += written
-                    if there + written < len(keys):
-                        break
-        except Exception as error:  # reported to the owner, who counts it
-            job.error = error
+        except Exception:  # a fault of this code: the pages are not stored
+            job.failed = True
         self._done.put(job)
+
+    def _write(self, job: WriteJob, start: int, end: int) -> bool:
+        """Store what is missing of a batch; False if not all of it is stored then."""
+        # Each its own run: it is known of every object whether it is there.
+        there = self._guard.exists([[key] for key in job.keys[start:end]], job)
+        if there is None:
+            job.failed = True
+            return False
+        missing = [start + at for at, found in enumerate(there) if not found]
+        stored = np.array(there, bool)
+        if missing and not job.stop:
+            statuses = self._guard.set(
+                [job.keys[at] for at in missing],
+                [job.views[at] for at in missing],
+                job.addresses[missing],
+                job,
+            )
+            hits = [at - start for at, status in zip(missing, statuses, strict=True) if status is _HIT]
+            stored[hits] = True
+            job.written += len(hits)
+        lacking = np.flatnonzero(~stored)
+        if not lacking.size:
+            job.stored += len(stored) // job.groups
+            return True
+        job.stored += int(lacking[0]) // job.groups
+        job.failed = not job.stop
+        return False
+
+
+_HIT = PageStatus.HIT

@@ -58,7 +58,7 @@ class Breaker:
         return self._state == "half-open" or (self._state == "open" and self._clock() < self._until)
 
     def allow(self) -> bool:
-        """May this call go through? Whoever is told yes says `succeeded`, `failed` or `withdrawn` after it."""
+        """May this call go through? Whoever is told yes says `succeeded` or `failed` after it."""
         with self._lock:
             if self._refuses():
                 return False
@@ -82,12 +82,6 @@ class Breaker:
                 self._open()
             elif self._state == "closed" and (timeout or self._failed >= self._failures):
                 self._open()
-
-    def withdrawn(self) -> None:
-        """The call that was let through was not made after all."""
-        with self._lock:
-            if self._state == "half-open":
-                self._state = "open"
 
     def _open(self) -> None:
         self._state = "open"

@@ -8,7 +8,7 @@ from typing import Any
 
 from unified_cache.errors import MissingDependencyError
 
-__all__ = ["CODECS", "NO_CODEC", "Codec", "codec_of", "codec_named"]
+__all__ = ["CODECS", "NO_CODEC", "Codec", "codec_named", "codec_of"]
 
 NO_CODEC = 0
 

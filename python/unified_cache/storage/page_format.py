@@ -94,7 +94,7 @@ def write_headers(
     rows["page"] = page_bytes
     names = [_name(key) for key in keys]
     rows["key"] = names
-    rows["sum"] = np.array(object_checksums(headers, _COVERED, bodies, stored_sizes), np.uint64)
+    rows["sum"] = np.array(object_checksums(headers.data, _COVERED, bodies, stored_sizes), np.uint64)
 
 
 def check_objects(
@@ -115,7 +115,7 @@ def check_objects(
         page_bytes: bytes that each page must have.
         codecs: that this process can read.
     """
-    sums = object_checksums(headers, _COVERED, bodies, stored_sizes)
+    sums = object_checksums(headers.data, _COVERED, bodies, stored_sizes)
     rows = headers.view(_HEADER).reshape(-1)
     versions, kinds, found = rows["version"].tolist(), rows["sum_kind"].tolist(), rows["codec"].tolist()
     # Of sound objects all these agree: then nothing has to be looked at one by one.

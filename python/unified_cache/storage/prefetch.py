@@ -1,80 +1,102 @@
-"""Reading pages from storage, on a thread: it touches bytes and queues only."""
+"""Looking for and reading stored pages, on threads: they touch bytes and queues only."""
+
+from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
 from functools import partial
 
-from unified_cache.storage.backup import BATCH_PAGES
-from unified_cache.storage.contract import PageStatus, Store
-from unified_cache.worker import Worker
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["ReadJob", "StoragePrefetch"]
+from unified_cache.storage import backup
+from unified_cache.storage.backup import Threads
+from unified_cache.storage.contract import PageStatus
+from unified_cache.storage.guard import StorageGuard
+from unified_cache.worker import Ticket
+
+__all__ = ["LookUp", "ReadBatch", "StoragePrefetch", "batches"]
 
 
-class ReadJob:
-    """Pages of one prefix to look for, then to read. Two phases, each comes out of the done queue once."""
+def batches(pages: int) -> list[tuple[int, int]]:
+    """Where the batches of so many pages begin and end."""
+    step = backup.BATCH_PAGES
+    return [(start, min(start + step, pages)) for start in range(0, pages, step)]
 
-    def __init__(self, keys: Sequence[str]) -> None:
+
+class LookUp:
+    """How much of each of these runs of objects is stored? One question for all of them."""
+
+    def __init__(self, runs: Sequence[Sequence[str]]) -> None:
+        self.runs = runs
+        self.stop = False  # set by the owner: nobody wants to know any more
+        self.ticket: Ticket | None = None
+        self.found: list[int] | None = None  # once it is done; None: nobody can tell
+
+
+class ReadBatch:
+    """Pages to read, all or some of what one prefetch reads.
+
+    Args:
+        keys: of the objects, page by page.
+        views: of the objects.
+        addresses: uint64 (objects,), where they lie.
+        groups: objects a page.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        views: Sequence[memoryview],
+        addresses: npt.NDArray[np.uint64],
+        groups: int = 1,
+    ) -> None:
         self.keys = keys
-        self.views: Sequence[memoryview] = ()  # set by the owner before the second phase
-        self.stop = False  # set by the owner: the next batch is not begun
-        self.found = 0  # pages from the front that are stored; valid after the first phase
-        self.read = 0  # pages from the front whose bytes are there; grows while the second phase runs
-        self.corrupt = 0
-        self.error: Exception | None = None
+        self.views = views
+        self.addresses = addresses
+        self.groups = groups
+        self.pages = len(keys) // groups
+        self.stop = False  # set by the owner: if it has not begun, it need not
+        self.ticket: Ticket | None = None
+        self.statuses: list[PageStatus] = []  # of the objects; set once, when the bytes are there
+
+    @property
+    def read(self) -> int:
+        """Pages from the front that are there, as far as is known now."""
+        statuses = self.statuses
+        hits = next((at for at, status in enumerate(statuses) if status is not _HIT), len(statuses))
+        return hits // self.groups
 
 
 class StoragePrefetch:
-    """Runs the phases of `ReadJob`s one after the other."""
+    """Runs `LookUp`s and `ReadBatch`es, several at a time."""
 
-    def __init__(self, store: Store, done: "queue.SimpleQueue[ReadJob]") -> None:
-        self._store = store
+    def __init__(self, guard: StorageGuard, threads: Threads, done: queue.SimpleQueue[object]) -> None:
+        self._guard = guard
         self._done = done
-        self._worker = Worker("unified-cache storage reads")
+        self.threads = threads
 
-    def look_up(self, job: ReadJob) -> None:
-        """First phase: how many pages are there?"""
-        self._worker.submit(partial(self._look_up, job))
+    def look_up(self, job: LookUp, priority: int = 0) -> None:
+        """Ask; the job comes out of the done queue exactly once, unless it is cancelled."""
+        job.ticket = self.threads.submit(partial(self._look_up, job), priority)
 
-    def read(self, job: ReadJob) -> None:
-        """Second phase: fill the job's views with its first pages."""
-        self._worker.submit(partial(self._read, job))
+    def read(self, batch: ReadBatch, priority: int = 0) -> None:
+        """Fill the batch's views; it comes out of the done queue exactly once, unless it is cancelled."""
+        batch.ticket = self.threads.submit(partial(self._read, batch), priority)
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until all phases have ended; False if that took longer than `timeout`."""
-        return self._worker.drain(timeout)
-
-    def close(self) -> None:
-        """End the thread. More than once is fine."""
-        self._worker.close()
-
-    def _look_up(self, job: ReadJob) -> None:
+    def _look_up(self, job: LookUp) -> None:
         try:
             if not job.stop:
-                for start in range(0, len(job.keys), BATCH_PAGES):
-                    keys = job.keys[start : start + BATCH_PAGES]
-                    there = self._store.exists(keys)
-                    job.found += there
-                    if there < len(keys) or job.stop:
-                        break
-        except Exception as error:  # reported to the owner, who counts it
-            job.error = error
-        self._done.put(job)
+                job.found = self._guard.exists(job.runs, job)
+        finally:
+            self._done.put(job)
 
-    def _read(self, job: ReadJob) -> None:
+    def _read(self, batch: ReadBatch) -> None:
         try:
-            for start in range(0, len(job.views), BATCH_PAGES):
-                if job.stop:
-                    break
-                views = job.views[start : start + BATCH_PAGES]
-                statuses = self._store.get(job.keys[start : start + len(views)], views)
-                job.corrupt += statuses.count(PageStatus.CORRUPT)
-                if PageStatus.ERROR in statuses:
-                    job.error = OSError("a page could not be read")
-                run = next((i for i, s in enumerate(statuses) if s is not PageStatus.HIT), len(statuses))
-                job.read += run
-                if run < len(views):
-                    break
-        except Exception as error:  # reported to the owner, who counts it
-            job.error = error
-        self._done.put(job)
+            if not batch.stop:
+                batch.statuses = self._guard.get(batch.keys, batch.views, batch.addresses, batch)
+        finally:
+            self._done.put(batch)
+
+
+_HIT = PageStatus.HIT

@@ -30,7 +30,7 @@ _BUILT_IN = {
     "memory": f"{_BACKENDS}.memory:MemoryBackend",
     "mmap": f"{_BACKENDS}.mmap:MmapBackend",
     "mooncake": f"{_BACKENDS}.mooncake:MooncakeBackend",
-    "pages": f"{_BACKENDS}.pages:PagesBackend",
+    "pages": "unified_cache.storage.folder:FolderBackend",
     "shm": f"{_BACKENDS}.shm:ShmBackend",
 }
 

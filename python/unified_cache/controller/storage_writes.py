@@ -1,0 +1,191 @@
+"""Host to storage: which nodes are written, what keeps them in place meanwhile, and what is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from unified_cache._native import HostLockReceipt, PrefixTree
+from unified_cache.counters import Counters
+from unified_cache.errors import UnknownNodeError
+from unified_cache.pools.allocator import PageAllocator, Pages
+from unified_cache.storage.backup import BATCH_PAGES, StorageBackup, WriteJob
+from unified_cache.storage.keys import KeySpace
+from unified_cache.storage.objects import PageObjects
+
+__all__ = ["StorageWrites"]
+
+# Nodes remembered because they could not be stored; past that all are forgotten.
+_MOST_UNSTORED = 65536
+
+
+@dataclass
+class _Write:
+    """What a job writes, and what keeps it in place."""
+
+    nodes: dict[int, int] = field(default_factory=dict)
+    locks: list[HostLockReceipt] = field(default_factory=list)
+    digests: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    pages: list[Pages] = field(default_factory=list)
+
+
+class StorageWrites:
+    """The writing half of a `StorageLink`.
+
+    Args:
+        tree: locks what is written.
+        host: the size of the host pool.
+        objects: where pages lie.
+        backup: runs the jobs.
+        counters: counts.
+        most_jobs: jobs under way: what comes meanwhile waits, and goes out together.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        host: PageAllocator,
+        objects: PageObjects,
+        backup: StorageBackup,
+        counters: Counters,
+        most_jobs: int,
+    ) -> None:
+        self._tree = tree
+        self._host = host
+        self._objects = objects
+        self._backup = backup
+        self._counters = counters
+        self._most_jobs = most_jobs
+        self.jobs: dict[WriteJob, _Write] = {}
+        self._writing_pages = 0
+        # Nodes with the pages they had when they were named: to be written, and those where that failed.
+        self.waiting: dict[int, int] = {}
+        self._unstored: dict[int, int] = {}
+
+    def want(self, nodes: Sequence[int]) -> None:
+        """These nodes' pages are to be written when there is room for it among those being written."""
+        for node in nodes:
+            self.waiting[node] = self._tree.node_info(node).pages
+
+    def retry(self, node: int) -> None:
+        """So is what of the path to `node` could not be stored before."""
+        if not self._unstored:
+            return
+        path: list[int] = []
+        while node != self._tree.root:
+            path.append(node)
+            parent = self._tree.node_info(node).parent
+            assert parent is not None
+            node = parent
+        for node in reversed(path):
+            pages = self._unstored.pop(node, None)
+            if pages is not None:
+                self.waiting[node] = pages
+
+    def give_up_waiting(self) -> None:
+        """The storage is down: what waits is tried again at its next access."""
+        self._remember(self.waiting)
+        self.waiting = {}
+        for job in list(self.jobs):
+            if job.ticket is not None and self._backup.threads.cancel(job.ticket):
+                job.failed = True
+                self.take(job)
+
+    def _remember(self, nodes: dict[int, int]) -> None:
+        if len(self._unstored) > _MOST_UNSTORED:
+            self._unstored.clear()
+        self._unstored.update(nodes)
+
+    def begin(self, keys: KeySpace) -> None:
+        """Submit what is waiting, as far as there is room for it."""
+        while self.waiting and len(self.jobs) < self._most_jobs:
+            taken = self._collect()
+            if not taken.nodes:
+                return
+            pages = np.concatenate(taken.pages)
+            job = WriteJob(
+                keys.keys(np.concatenate(taken.digests)),
+                *self._objects.of(pages),
+                groups=keys.groups,
+            )
+            self.jobs[job] = taken
+            self._backup.submit(job)
+
+    def _collect(self) -> _Write:
+        """Nodes for one job, locked: at least a batch if so much waits."""
+        taken, collected = _Write(), 0
+        for node, pages in list(self.waiting.items()):
+            # Pages being written can not be evicted: half of the pool is for everybody else.
+            writing = self._writing_pages + pages
+            if collected >= BATCH_PAGES or (self._writing_pages > 0 and writing > self._host.num_pages // 2):
+                break
+            del self.waiting[node]
+            parts = self._parts(node, pages)
+            if parts is None:
+                self._counters.storage_skipped_pages += pages
+                continue
+            self._writing_pages = writing
+            collected += pages
+            taken.nodes[node] = pages
+            for part, host_pages in parts:
+                # From now until the end of the job the pages stay where they are.
+                taken.locks.append(self._tree.inc_host_lock_ref(part))
+                taken.digests.append(self._tree.page_hashes(part))
+                taken.pages.append(host_pages)
+        return taken
+
+    def _parts(self, node: int, pages: int) -> list[tuple[int, Pages]] | None:
+        """The nodes, ancestors first, that hold what `node` held when it had so many pages.
+
+        None if one of them has lost its host copy meanwhile, or is gone.
+        """
+        parts: list[tuple[int, Pages]] = []
+        while pages > 0:
+            try:
+                info = self._tree.node_info(node)
+            except UnknownNodeError:
+                return None
+            pending = info.pending is not None and info.pending.kind == "backup"
+            if info.host_pages is None or pending or info.parent is None:
+                return None
+            parts.append((node, info.host_pages))
+            pages -= info.pages
+            # A cut leaves the id with the lower part: the upper one is its parent.
+            node = info.parent
+        return parts[::-1]
+
+    def take(self, job: WriteJob) -> None:
+        """A job has ended, or will never run."""
+        taken = self.jobs.pop(job)
+        for lock in taken.locks:
+            self._tree.dec_host_lock_ref(lock)
+        self._writing_pages -= job.pages
+        self._counters.storage_written_pages += job.written // job.groups
+        if job.stored < job.pages:
+            self._counters.storage_errors += 1
+            self._counters.storage_failed_pages += job.pages - job.stored
+            self._remember(taken.nodes)
+
+    def stop(self) -> None:
+        """Begin nothing more; what is queued ends now, what runs after its batch."""
+        self.waiting.clear()
+        for job in list(self.jobs):
+            job.stop = True
+            if job.ticket is not None and self._backup.threads.cancel(job.ticket):
+                self.take(job)
+
+    def forget(self) -> dict[object, Pages]:
+        """The tree is reset next. Returns the jobs that still read pages, with these."""
+        self.waiting.clear()
+        self._unstored.clear()
+        running: dict[object, Pages] = {}
+        for job, taken in self.jobs.items():
+            job.stop = True
+            if job.ticket is None or not self._backup.threads.cancel(job.ticket):
+                running[job] = np.concatenate(taken.pages)
+        self.jobs.clear()
+        self._writing_pages = 0
+        return running
