@@ -105,6 +105,7 @@ class _Jobs:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, Ticket]] = []
         self._submitted = 0
+        self._running = 0
         self._ended = False
 
     def put(self, ticket: Ticket, priority: int) -> None:
@@ -112,7 +113,7 @@ class _Jobs:
             self._submitted += 1
             # The higher first, and in order among equals.
             heapq.heappush(self._waiting, (-priority, self._submitted, ticket))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def take(self) -> _Job | None:
         with self._changed:
@@ -121,10 +122,20 @@ class _Jobs:
                     ticket = heapq.heappop(self._waiting)[2]
                     job, ticket._job = ticket._job, None
                     if job is not None:
+                        self._running += 1
                         return job
                 if self._ended:
                     return None
                 self._changed.wait()
+
+    def done(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def drain(self, timeout: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._waiting or self._running), timeout)
 
     def cancel(self, ticket: Ticket) -> bool:
         with self._changed:
@@ -145,6 +156,7 @@ def _work(jobs: _Jobs) -> None:
             return
         job()
         del job
+        jobs.done()
 
 
 def _stop_pool(jobs: _Jobs, threads: list[threading.Thread]) -> None:
@@ -185,6 +197,10 @@ class WorkerPool:
     def cancel(self, ticket: Ticket) -> bool:
         """True if the job had not begun: it never will."""
         return self._jobs.cancel(ticket)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no job waits or runs; False if that took longer than `timeout`."""
+        return self._jobs.drain(timeout)
 
     def close(self) -> None:
         """Forget the jobs that have not begun, and end the threads; one that is in a job ends after it.

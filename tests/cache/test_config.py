@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import unified_cache
-from tests.cache.support import make_cache, make_pool
+from tests.cache.support import MemoryStore, make_cache, make_pool
 from unified_cache import ArgumentError, CacheConfig, StorageError, UnifiedCache
 from unified_cache.pools.device import MhaDevicePool
 
@@ -41,10 +41,17 @@ from unified_cache.pools.device import MhaDevicePool
         ({"hicache_size": 10**400}, ["hicache_size", "> 0"]),
         ({"prefetch_timeout": 10**400}, ["prefetch_timeout", ">= 0"]),
         ({"eviction_policy": None}, ["eviction_policy", "'lru'", "None"]),
-        ({"storage": "", "model": "m"}, ["storage", "file:///path", "''"]),
-        ({"storage": 5, "model": "m"}, ["storage", "file:///path", "5"]),
-        ({"storage": b"/tmp/x", "model": "m"}, ["storage", "file:///path", "b'/tmp/x'"]),
-        ({"storage": "a\0b", "model": "m"}, ["storage", "file:///path", "a\\x00b"]),
+        ({"storage": "", "model": "m"}, ["storage must be a URL or a folder's path", "''"]),
+        ({"storage": 5, "model": "m"}, ["storage must be a URL, a folder's path or a Backend, not 5"]),
+        ({"storage": b"/tmp/x", "model": "m"}, ["storage must be a URL", "b'/tmp/x'"]),
+        ({"storage": "a\0b", "model": "m"}, ["storage must be a URL", "a\\x00b"]),
+        ({"storage": "file://h:x/", "model": "m"}, ["'file://h:x/' is no URL"]),
+        ({"storage_timeout": 0}, ["storage_timeout", "> 0"]),
+        ({"storage_read_threads": 0}, ["storage_read_threads", "1..256"]),
+        ({"storage_write_threads": 257}, ["storage_write_threads", "1..256"]),
+        ({"storage_compression": "gzip"}, ["storage_compression", "None, 'zstd', 'lz4'", "'gzip'"]),
+        ({"storage_head_groups": 0}, ["storage_head_groups", "1..65535"]),
+        ({"storage_head_groups": 2}, ["storage_head_groups=2", "host_layout='page_head'", "'page_first'"]),
         ({"storage": "/tmp/x"}, ["storage needs model=...: it names whose pages these are"]),
         ({"storage": "/tmp/x", "write_policy": None}, ["storage", "write_policy", "write_through"]),
     ],
@@ -85,12 +92,28 @@ def test_storage_that_can_not_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="can not be used"):
         make_cache(storage=str(tmp_path / "file"))
-    with pytest.raises(StorageError, match=r"file:///path, not 's3://bucket/x'"):
-        make_cache(storage="s3://bucket/x")
+    with pytest.raises(StorageError, match="no storage backend s4://: take one of"):
+        make_cache(storage="s4://bucket/x")
     with make_cache(storage=tmp_path / "as a path"):
         assert (tmp_path / "as a path").is_dir()
-    with make_cache(storage=f"file://{tmp_path}/a%20b"):
+    with make_cache(storage=f"pages://{tmp_path}/a%20b"):
         assert (tmp_path / "a b").is_dir()
+
+
+def test_head_groups_divide_the_heads() -> None:
+    with pytest.raises(ArgumentError, match=r"storage_head_groups must divide the 2 heads .*, not 3"):
+        make_cache(host_layout="page_head", storage_head_groups=3)
+
+
+def test_a_storage_is_closed_if_the_cache_can_not_be_made() -> None:
+    class Refuses(MemoryStore):
+        def register(self, memory: memoryview) -> None:
+            raise StorageError("no")
+
+    store = Refuses()
+    with pytest.raises(StorageError, match="no"):
+        make_cache(storage=store)
+    assert store.closed == 1
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size", "layers", "heads", "head_dim"])

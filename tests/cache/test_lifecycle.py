@@ -66,14 +66,15 @@ def test_forgotten_caches_end_their_threads(tmp_path: Path) -> None:
     before = threading.active_count()
     cache = make_cache(storage=str(tmp_path))
     serve(cache, toks(9))
-    assert threading.active_count() == before + 4
+    assert threading.active_count() == before + 2 + 4 + 2
     assert cache.flush(30)
     assert cache._copies is not None
     assert cache._storage is not None
     # A job that has just ended may still be referred to, and it refers to its owner.
-    for part in (*cache._copies._workers.values(), cache._storage._backup, cache._storage._reader):
+    link = cache._storage
+    for part in (*cache._copies._workers.values(), link._backup.threads, link._reader.threads):
         assert part.drain(30)
-    del cache, part
+    del cache, part, link
     gc.collect()
     assert threading.active_count() == before
 

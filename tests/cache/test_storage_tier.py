@@ -12,7 +12,6 @@ from tests.cache.support import (
     PAGE,
     Clock,
     LateCopies,
-    ManualWorker,
     MemoryStore,
     assert_nothing_held,
     assert_served,
@@ -20,15 +19,17 @@ from tests.cache.support import (
     make_cache,
     serve,
     toks,
-    with_manual_storage,
+    with_manual_threads,
 )
 from unified_cache import Request, UnifiedCache
 
 LONG = 12 * PAGE + 1
 
 
-def stored(folder: Path, pages: int = 32, **settings: Any) -> UnifiedCache:
-    return make_cache(pages, storage=str(folder), **({"prefetch_threshold": PAGE} | settings))
+def stored(storage: Any, pages: int = 32, **settings: Any) -> UnifiedCache:
+    if isinstance(storage, Path):
+        storage = str(storage)
+    return make_cache(pages, storage=storage, **({"prefetch_threshold": PAGE} | settings))
 
 
 def files(folder: Path) -> list[Path]:
@@ -95,7 +96,7 @@ def test_damaged_pages_end_the_hit_and_are_mended(tmp_path: Path) -> None:
         request = cache.begin(toks(LONG))
         hit = request._prefetch
         assert hit is not None
-        damaged = next(path for path in files(tmp_path) if path.name == hit.job.keys[5])
+        damaged = next(path for path in files(tmp_path) if path.name == hit.keys[5])
         whole = bytearray(damaged.read_bytes())
         whole[-1] ^= 1
         damaged.write_bytes(whole)
@@ -131,22 +132,24 @@ def test_shorter_than_the_threshold(tmp_path: Path) -> None:
 class Scene:
     """A cache whose storage holds one long prefix, and is otherwise in the hands of the test."""
 
-    def __init__(self, folder: Path, pages: int = 32, **settings: Any) -> None:
+    def __init__(self, pages: int = 32, **settings: Any) -> None:
         self.clock = Clock()
         self.store = MemoryStore()
-        with stored(folder, pages, prefetch_threshold=10**6) as cache:
-            writes, _ = with_manual_storage(cache, self.store)
+        with stored(self.store, pages, prefetch_threshold=10**6) as cache:
+            writes, _ = with_manual_threads(cache)
             serve(cache, toks(LONG))
             while not cache.flush(0.01):
                 writes.drain()
         assert len(self.store.pages) == 12
-        self.cache = stored(folder, pages, clock=self.clock, **settings)
-        self.writes, self.reads = with_manual_storage(self.cache, self.store)
+        self.cache = stored(self.store, pages, clock=self.clock, **settings)
+        self.writes, self.reads = with_manual_threads(self.cache)
+        self.store.calls.clear()
 
     def begin(self) -> Request:
         return self.cache.begin(toks(LONG))
 
     def look_up(self) -> None:
+        self.cache.tick()  # the question goes out
         assert self.reads.run()
         self.cache.tick()
 
@@ -159,8 +162,8 @@ class Scene:
         self.cache.close()
 
 
-def test_best_effort_waits_for_nothing(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, prefetch_policy="best_effort")
+def test_best_effort_waits_for_nothing() -> None:
+    scene = Scene(prefetch_policy="best_effort")
     request = scene.begin()
     assert request.prefetch_done()
     assert request.wait_prefetch() == 0
@@ -169,8 +172,8 @@ def test_best_effort_waits_for_nothing(tmp_path: Path) -> None:
     scene.end()
 
 
-def test_wait_complete_waits(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, prefetch_policy="wait_complete")
+def test_wait_complete_waits() -> None:
+    scene = Scene(prefetch_policy="wait_complete")
     request = scene.begin()
     scene.clock.now = 1e6
     assert not request.prefetch_done()
@@ -185,45 +188,44 @@ def test_wait_complete_waits(tmp_path: Path) -> None:
     scene.end()
 
 
-def test_the_time_limit(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, prefetch_timeout=2.0, prefetch_timeout_per_1024=1024 / (12 * PAGE))
+def test_the_time_limit() -> None:
+    scene = Scene(prefetch_timeout=2.0, prefetch_timeout_per_1024=1024 / (12 * PAGE))
     request = scene.begin()
     scene.look_up()
     scene.clock.now = 2.99
     assert not request.prefetch_done()
     scene.clock.now = 3.0
     assert request.prefetch_done()
-    # The thread has not begun to read: nothing is there, and it will read nothing.
+    # No thread has begun to read: nothing is there, and nothing will be read.
     assert request.wait_prefetch() == 0
+    assert scene.cache.usage()["host_free_pages"] == 64
     request.extend()
     compute(request)
     request.finish()
-    assert scene.cache.usage()["host_free_pages"] == 64 - 12
     scene.reads.drain()
     scene.cache.tick()
     assert ("get", 12) not in scene.store.calls
     scene.end()
 
 
-def test_what_was_read_so_far_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified_cache.storage.prefetch.BATCH_PAGES", 5)
-    scene = Scene(tmp_path, prefetch_policy="best_effort")
+def test_what_was_read_so_far_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified_cache.storage.backup.BATCH_PAGES", 5)
+    scene = Scene(prefetch_policy="best_effort")
     request = scene.begin()
     scene.look_up()
     prefetch = request._prefetch
     assert prefetch is not None
-    real, batches = scene.store.get, []
+    loaded = []
 
-    def get(keys: Any, views: Any) -> Any:
-        batches.append(len(keys))
-        if len(batches) == 2:
+    def before(call: str) -> None:
+        if ("get", 5) in scene.store.calls[:-1]:
             # The request goes on while the second batch is being read.
-            assert request.load_back() == 5 * PAGE
-        return real(keys, views)
+            loaded.append(request.load_back())
 
-    scene.store.get = get  # type: ignore[method-assign]
+    scene.store.before = before
     scene.reads.drain()
-    assert batches == [5, 5]
+    assert loaded == [5 * PAGE]
+    assert [call for call in scene.store.calls if call[0] == "get"] == [("get", 5), ("get", 5)]
     assert scene.cache.usage()["host_free_pages"] == 64 - 12
     request.extend()
     request.wait()
@@ -236,26 +238,54 @@ def test_what_was_read_so_far_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     scene.end()
 
 
-@pytest.mark.parametrize("stage", ["look up", "read", "ended"])
-def test_abort_gives_the_pages_back_when_the_thread_is_off_them(tmp_path: Path, stage: str) -> None:
-    scene = Scene(tmp_path)
+@pytest.mark.parametrize("stage", ["wait", "look up", "queued", "ended"])
+def test_abort_gives_the_pages_back(stage: str) -> None:
+    scene = Scene()
     request = scene.begin()
-    if stage != "look up":
-        scene.look_up()
+    if stage != "wait":
+        scene.cache.tick()
+    if stage not in ("wait", "look up"):
+        assert scene.reads.run()
+        scene.cache.tick()
     if stage == "ended":
         assert scene.reads.run()
         scene.cache.tick()
     request.abort()
-    free = scene.cache.usage()["host_free_pages"]
-    assert free == (64 if stage == "look up" else 64 - 12)
+    left = 64 - 12 if stage == "ended" else 64
+    assert scene.cache.usage()["host_free_pages"] == left
     scene.reads.drain()
     scene.cache.tick()
-    assert scene.cache.usage()["host_free_pages"] == (64 - 12 if stage == "ended" else 64)
+    assert scene.cache.usage()["host_free_pages"] == left
     scene.end()
 
 
-def test_computing_meanwhile_makes_what_was_read_duplicates(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, prefetch_policy="wait_complete")
+@pytest.mark.parametrize("how", ["abort", "reset"])
+def test_pages_are_out_of_use_until_the_thread_is_off_them(how: str) -> None:
+    scene = Scene()
+    request = scene.begin()
+    scene.look_up()
+    cache, seen = scene.cache, []
+
+    def before(call: str) -> None:
+        if how == "abort":
+            request.abort()
+        else:
+            cache.reset(force=True)
+        cache.tick()
+        usage = cache.usage()
+        seen.append((usage["host_free_pages"], usage["host_reading_pages"] + usage["host_quarantined_pages"]))
+
+    scene.store.before = before
+    assert scene.reads.run()
+    assert seen == [(64 - 12, 12)]
+    scene.store.before = lambda call: None
+    cache.tick()
+    assert cache.usage()["host_free_pages"] == 64
+    scene.end()
+
+
+def test_computing_meanwhile_makes_what_was_read_duplicates() -> None:
+    scene = Scene(prefetch_policy="wait_complete")
     slow = scene.begin()
     scene.look_up()
     other = scene.cache.begin(toks(LONG))
@@ -273,9 +303,9 @@ def test_computing_meanwhile_makes_what_was_read_duplicates(tmp_path: Path) -> N
     scene.end()
 
 
-def test_no_room_on_host_reads_what_fits(tmp_path: Path) -> None:
+def test_no_room_on_host_reads_what_fits() -> None:
     # 16 host pages, half of them for reading.
-    scene = Scene(tmp_path, pages=16, hicache_ratio=1.0, prefetch_policy="wait_complete")
+    scene = Scene(pages=16, hicache_ratio=1.0, prefetch_policy="wait_complete")
     first, second = scene.begin(), scene.cache.begin(toks(LONG))
     for request in (first, second):
         while not request.prefetch_done():
@@ -287,8 +317,8 @@ def test_no_room_on_host_reads_what_fits(tmp_path: Path) -> None:
     scene.end()
 
 
-def test_the_anchor_of_a_prefetch_is_backed_up_first(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, write_policy="write_through_selective", prefetch_policy="wait_complete")
+def test_the_anchor_of_a_prefetch_is_backed_up_first() -> None:
+    scene = Scene(write_policy="write_through_selective", prefetch_policy="wait_complete")
     head = scene.cache.begin(toks(4 * PAGE + 1))
     head.extend()
     compute(head)
@@ -310,9 +340,9 @@ def test_the_anchor_of_a_prefetch_is_backed_up_first(tmp_path: Path) -> None:
     scene.end()
 
 
-@pytest.mark.parametrize("fault", ["down", "gone", "corrupt", "error"])
-def test_faults_are_misses(tmp_path: Path, fault: str) -> None:
-    scene = Scene(tmp_path, prefetch_policy="wait_complete")
+@pytest.mark.parametrize("fault", ["down", "gone", "corrupt", "flip", "error", "timeout"])
+def test_faults_are_misses(fault: str) -> None:
+    scene = Scene(prefetch_policy="wait_complete")
     scene.store.fault = lambda: fault
     request = scene.begin()
     while not request.prefetch_done():
@@ -321,20 +351,23 @@ def test_faults_are_misses(tmp_path: Path, fault: str) -> None:
     assert request.load_back() == 0
     request.abort()
     stats = scene.cache.stats()
-    assert stats["storage_errors"] == (1 if fault in ("down", "error") else 0)
-    assert stats["storage_corrupt_pages"] == (12 if fault == "corrupt" else 0)
+    assert stats["storage_errors"] == (1 if fault in ("down", "error", "timeout") else 0)
+    damaged = fault in ("corrupt", "flip")
+    assert stats["storage_corrupt_pages"] == (12 if damaged else 0)
     scene.store.fault = lambda: None
+    scene.clock.now += 100  # the pause of the breaker is over
     request = scene.begin()
     while not request.prefetch_done():
         scene.reads.run()
         scene.cache.tick()
-    assert request.load_back() == 12 * PAGE
+    # What was damaged is out of the way, so that it can be written again.
+    assert request.load_back() == (0 if damaged else 12 * PAGE)
     request.abort()
     scene.end()
 
 
-def test_what_could_not_be_written_is_tried_at_the_next_access(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+def test_what_could_not_be_written_is_tried_at_the_next_access() -> None:
+    scene = Scene()
     scene.store.clear()
     scene.store.fault = lambda: "full"
     other = toks(LONG, 300)
@@ -366,8 +399,8 @@ def serve_late(scene: Scene, prompt: Any) -> None:
         scene.reads.drain()
 
 
-def test_pages_being_written_stay_and_leave_room_for_others(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, pages=32, hicache_ratio=0.5)
+def test_pages_being_written_stay_and_leave_room_for_others() -> None:
+    scene = Scene(pages=32, hicache_ratio=0.5)
     cache = scene.cache
     scene.store.clear()
     copies = LateCopies.into(cache)
@@ -382,14 +415,14 @@ def test_pages_being_written_stay_and_leave_room_for_others(tmp_path: Path) -> N
     # 16 host pages, at most 8 under way: the other writes wait, and their pages may be evicted meanwhile.
     assert len(scene.writes.jobs) == 1
     assert cache._storage is not None
-    assert cache._storage._writing_pages == 5
+    assert cache._storage._writes._writing_pages == 5
     scene.end()
     assert len(scene.store.pages) == 15
 
 
-def test_batches_stop_at_the_first_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unified_cache.storage.backup.BATCH_PAGES", 4)
-    scene = Scene(tmp_path)
+    scene = Scene()
     scene.store.clear()
     scene.store.calls.clear()
     scene.store.fault = lambda: "full" if len(scene.store.pages) == 6 else None
@@ -401,8 +434,8 @@ def test_batches_stop_at_the_first_failure(tmp_path: Path, monkeypatch: pytest.M
     scene.end()
 
 
-def test_reset_waits_for_what_the_threads_touch(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+def test_reset_drops_what_has_not_begun() -> None:
+    scene = Scene()
     scene.begin()
     scene.look_up()
     request = scene.cache.begin(toks(LONG, 700))
@@ -411,8 +444,8 @@ def test_reset_waits_for_what_the_threads_touch(tmp_path: Path) -> None:
     request.finish()
     scene.cache.tick()
     scene.cache.reset(force=True)
-    assert isinstance(scene.reads, ManualWorker)
     assert not scene.reads.jobs
+    assert not scene.writes.jobs
     assert scene.cache.flush(0.01)
     assert scene.cache.usage()["host_free_pages"] == 64
     scene.cache.tick()
@@ -431,8 +464,8 @@ def test_close_writes_what_is_on_its_way(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / ".unified-cache-tmp") == []
 
 
-def test_prefetches_do_not_pile_up(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+def test_prefetches_do_not_pile_up() -> None:
+    scene = Scene()
     for _ in range(300):
         scene.begin().abort()
     stats = scene.cache.stats()
@@ -448,8 +481,8 @@ def test_prefetches_do_not_pile_up(tmp_path: Path) -> None:
     scene.end()
 
 
-def test_a_prefetch_under_write_back_backs_nothing_up(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, write_policy="write_back", prefetch_policy="wait_complete")
+def test_a_prefetch_under_write_back_backs_nothing_up() -> None:
+    scene = Scene(write_policy="write_back", prefetch_policy="wait_complete")
     cache = scene.cache
     first = cache.begin(toks(4 * PAGE + 1))
     first.extend()

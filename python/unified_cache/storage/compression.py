@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from abc import ABC, abstractmethod
 from typing import Any
@@ -84,15 +85,13 @@ def codec_named(name: str | None) -> Codec | None:
     return None if name is None else CODECS[name]()
 
 
-def codec_of(number: int) -> Codec | None:
-    """The codec with this number, if there is one and its library is installed."""
+def installed_codecs() -> dict[int, Codec]:
+    """The codecs whose libraries are installed, by number."""
+    found = {}
     for codec in CODECS.values():
-        if codec.number == number:
-            try:
-                return codec()
-            except MissingDependencyError:
-                return None
-    return None
+        with contextlib.suppress(MissingDependencyError):
+            found[codec.number] = codec()
+    return found
 
 
 def _put(whole: bytes, page: memoryview) -> bool:

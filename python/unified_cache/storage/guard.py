@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from unified_cache.errors import StorageError
 from unified_cache.storage.breaker import Breaker
-from unified_cache.storage.compression import NO_CODEC, Codec, codec_named, codec_of
+from unified_cache.storage.compression import NO_CODEC, Codec, codec_named, installed_codecs
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.page_format import HEADER_BYTES, check_objects, write_headers
 
@@ -118,12 +118,8 @@ class StorageGuard:
         self._clock = clock
         self._counts = counts
         self._codec = codec_named(compression)
-        self._codecs: dict[int, Codec | None] = {NO_CODEC: None}
-        if self._codec is not None:
-            self._codecs[self._codec.number] = self._codec
-        for number in (1, 2):
-            if number not in self._codecs and (codec := codec_of(number)) is not None:
-                self._codecs[number] = codec
+        # Whatever is written now: what was stored with another setting can be read.
+        self._codecs: dict[int, Codec | None] = {NO_CODEC: None, **installed_codecs()}
         self._lock = threading.Lock()
         self._running: set[_Call] = set()
         self._closing = False
