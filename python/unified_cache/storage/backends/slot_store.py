@@ -12,13 +12,13 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from unified_cache.errors import StorageError
 from unified_cache.storage.backends.calls import RunningCalls
+from unified_cache.storage.backends.io_threads import IoThreads
 from unified_cache.storage.backends.mediums import Medium
 from unified_cache.storage.backends.process_locks import LockTimeoutError, ProcessLocks
 from unified_cache.storage.backends.slot_index import (
@@ -103,8 +103,7 @@ class SlotStore(Backend):
             self._close_store()
             locks.close()
             raise
-        self._threads = ThreadPoolExecutor(threads, f"unified-cache {self.scheme}") if threads > 1 else None
-        self._parts = threads
+        self._threads = IoThreads(threads, f"unified-cache {self.scheme}")
 
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -290,7 +289,8 @@ class SlotStore(Backend):
         addresses = batch.body_addresses[at].tolist()
         offsets = (slots * slot_bytes).tolist()
 
-        def run(begin: int, end: int) -> list[PageStatus]:
+        def run(part: tuple[int, int]) -> list[PageStatus]:
+            begin, end = part
             try:
                 whole = move(offsets[begin], bodies[begin:end], addresses[begin:end])
             except OSError:
@@ -299,24 +299,15 @@ class SlotStore(Backend):
                     self._counts["io_errors"] += 1
                     return [PageStatus.ERROR]
                 # One of them is the reason; the others are well.
-                return [status for one in range(begin, end) for status in run(one, one + 1)]
+                return [status for one in range(begin, end) for status in run((one, one + 1))]
             return [PageStatus.CORRUPT if whole is False else PageStatus.HIT] * (end - begin)
 
         parts = self._cut(slots, sizes, slot_bytes if store.medium.joined else 0)
-        if self._threads is None or len(parts) == 1:
-            return [status for part in parts for status in run(*part)]
-        # The bytes are in use until every part has ended, also if one has raised.
-        futures: list[Future[list[PageStatus]]] = []
-        try:
-            futures.extend(self._threads.submit(run, *part) for part in parts)
-        finally:
-            for future in futures:
-                future.exception()
-        return [status for future in futures for status in future.result()]
+        return [status for result in self._threads.run(run, parts) for status in result]
 
     def _cut(self, slots: Slots, sizes: npt.NDArray[np.int64], slot_bytes: int) -> list[tuple[int, int]]:
         """Parts for the threads: runs of neighbouring slots that are full, if those are to be joined."""
-        longest = min(_MOST_JOINED, -(-len(slots) // self._parts))
+        longest = min(_MOST_JOINED, -(-len(slots) // self._threads.count))
         parts: list[tuple[int, int]] = []
         for begin, end in runs_of(slots, longest):
             if (sizes[begin:end] == slot_bytes).all():
@@ -445,8 +436,7 @@ class SlotStore(Backend):
         """Give back files and threads; waits for calls that run."""
         if not self._calls.close():
             return
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._threads.close()
         if self._open is not None and self._orphans:
             with contextlib.suppress(LockTimeoutError), self._locked(self._open.index):
                 pass
