@@ -20,7 +20,7 @@ class IoThreads:
         self._pool = ThreadPoolExecutor(count, name) if count > 1 else None
 
     def run(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
-        """Do the work for each part. All have ended when this returns or raises: none touches memory later."""
+        """Do the work for each part. All have ended when this returns or raises."""
         if self._pool is None or len(parts) < 2:
             return [work(part) for part in parts]
         futures: list[Future[_Result]] = []
