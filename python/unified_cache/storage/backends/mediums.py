@@ -81,8 +81,13 @@ class FileMedium(Medium):
         if direct:
             with contextlib.suppress(OSError):
                 self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-                # Some file systems take the flag and refuse the first transfer.
-                os.preadv(self._direct, [mmap.mmap(-1, BLOCK)], 0)
+            try:
+                if self._direct >= 0:
+                    # Some file systems take the flag and refuse the first transfer.
+                    os.preadv(self._direct, [mmap.mmap(-1, BLOCK)], 0)
+            except OSError:
+                os.close(self._direct)
+                self._direct = -1
 
     def _split(self, pieces: Sequence[memoryview], addresses: Sequence[int]) -> int:
         """Bytes from the front that can go past the page cache."""

@@ -119,6 +119,7 @@ class SlotStore(Backend):
         except OSError as error:
             change = {
                 errno.ENOSPC: "give a smaller size=, or make room",
+                errno.EFBIG: "give a smaller size=",
                 errno.EACCES: "name a place that this process may write to",
                 errno.EROFS: "name a place that this process may write to",
                 errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -165,6 +166,9 @@ class SlotStore(Backend):
         try:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, 0)
+                space = os.fstatvfs(file)
+                if size > space.f_bavail * space.f_frsize:  # trying would fill the disk first
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 try:
                     os.posix_fallocate(file, 0, size)
                 except OSError:
@@ -291,16 +295,17 @@ class SlotStore(Backend):
 
         def run(part: tuple[int, int]) -> list[PageStatus]:
             begin, end = part
+            status = PageStatus.HIT
             try:
-                whole = move(offsets[begin], bodies[begin:end], addresses[begin:end])
+                if move(offsets[begin], bodies[begin:end], addresses[begin:end]) is False:
+                    status = PageStatus.CORRUPT
             except OSError:
-                whole = None if end - begin > 1 else False
-                if whole is False:
-                    self._counts["io_errors"] += 1
-                    return [PageStatus.ERROR]
-                # One of them is the reason; the others are well.
-                return [status for one in range(begin, end) for status in run((one, one + 1))]
-            return [PageStatus.CORRUPT if whole is False else PageStatus.HIT] * (end - begin)
+                status = PageStatus.ERROR
+            if status is PageStatus.HIT or end - begin == 1:
+                self._counts["io_errors"] += status is PageStatus.ERROR
+                return [status] * (end - begin)
+            # One of them is the reason; the others may be well.
+            return [status for one in range(begin, end) for status in run((one, one + 1))]
 
         parts = self._cut(slots, sizes, slot_bytes if store.medium.joined else 0)
         return [status for result in self._threads.run(run, parts) for status in result]
