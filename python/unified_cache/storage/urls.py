@@ -30,7 +30,7 @@ _BUILT_IN = {
     "memory": f"{_BACKENDS}.memory:MemoryBackend",
     "mmap": f"{_BACKENDS}.mmap:MmapBackend",
     "mooncake": f"{_BACKENDS}.mooncake:MooncakeBackend",
-    "pages": "unified_cache.storage.folder:FolderBackend",
+    "pages": f"{_BACKENDS}.pages:PagesBackend",
     "shm": f"{_BACKENDS}.shm:ShmBackend",
 }
 

@@ -1,0 +1,210 @@
+"""What bodies lie on: a file that is read and written, or one that is mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["FileMedium", "MappedMedium", "Medium"]
+
+BLOCK = 4096
+
+
+class Medium(ABC):
+    """Bytes from 0 to a fixed size."""
+
+    # Bodies that one call reads or writes; more than one only where that is faster.
+    joined: bool
+
+    @abstractmethod
+    def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
+        """Fill the pieces, which lie at these addresses; False if there are not as many bytes.
+
+        Raises:
+            OSError: the medium failed.
+        """
+
+    @abstractmethod
+    def write(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> None:
+        """Write the pieces.
+
+        Raises:
+            OSError: the medium failed.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make durable what was written.
+
+        Raises:
+            OSError: the medium failed.
+        """
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Plain numbers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+def _rest(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
+    for at, piece in enumerate(pieces):
+        if done < piece.nbytes:
+            return [piece[done:], *pieces[at + 1 :]]
+        done -= piece.nbytes
+    return []
+
+
+class FileMedium(Medium):
+    """preadv and pwritev, past the page cache where file system and memory allow it.
+
+    The host tier is the cache of what lies here: a second one in the kernel only costs a copy and memory.
+
+    Args:
+        path: of a file that exists.
+        direct: try O_DIRECT.
+    """
+
+    joined = True
+
+    def __init__(self, path: str, direct: bool) -> None:
+        self._cached = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._direct = -1
+        self._direct_transfers = self._cached_transfers = 0
+        if direct:
+            with contextlib.suppress(OSError):
+                self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            try:
+                if self._direct >= 0:
+                    # Some file systems take the flag and refuse the first transfer.
+                    os.preadv(self._direct, [mmap.mmap(-1, BLOCK)], 0)
+            except OSError:
+                os.close(self._direct)
+                self._direct = -1
+
+    def _split(self, pieces: Sequence[memoryview], addresses: Sequence[int]) -> int:
+        """Bytes from the front that can go past the page cache."""
+        if self._direct < 0 or any(address % BLOCK for address in addresses):
+            return 0
+        if len(pieces) == 1:
+            return pieces[0].nbytes // BLOCK * BLOCK
+        return 0 if any(piece.nbytes % BLOCK for piece in pieces) else sum(p.nbytes for p in pieces)
+
+    def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
+        """Fill the pieces."""
+        front = self._split(pieces, addresses)
+        total, done = sum(piece.nbytes for piece in pieces), 0
+        while done < total:
+            direct = done < front
+            rest = _rest(pieces, done)
+            if direct and front < total:
+                rest = [rest[0][: front - done]]
+            got = os.preadv(self._direct if direct else self._cached, rest, offset + done)
+            self._count(direct)
+            if got == 0:
+                return False
+            # After a direct transfer that ended within a block the block is done again.
+            done += got // BLOCK * BLOCK if direct else got
+            if direct and got < BLOCK:
+                return False
+        return True
+
+    def write(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> None:
+        """Write the pieces."""
+        front = self._split(pieces, addresses)
+        total, done = sum(piece.nbytes for piece in pieces), 0
+        while done < total:
+            direct = done < front
+            rest = _rest(pieces, done)
+            if direct and front < total:
+                rest = [rest[0][: front - done]]
+            put = os.pwritev(self._direct if direct else self._cached, rest, offset + done)
+            self._count(direct)
+            if direct and put < BLOCK:
+                raise OSError(f"{put} bytes written of a block")
+            done += put // BLOCK * BLOCK if direct else put
+
+    def _count(self, direct: bool) -> None:
+        # Threads may lose counts to each other: these numbers say which way bytes go, not how many.
+        if direct:
+            self._direct_transfers += 1
+        else:
+            self._cached_transfers += 1
+
+    def sync(self) -> None:
+        """Make durable what was written, either way."""
+        os.fdatasync(self._cached)
+
+    def stats(self) -> dict[str, int]:
+        """How bytes go."""
+        return {
+            "direct": int(self._direct >= 0),
+            "direct_transfers": self._direct_transfers,
+            "cached_transfers": self._cached_transfers,
+        }
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._cached)
+        if self._direct >= 0:
+            os.close(self._direct)
+
+
+class MappedMedium(Medium):
+    """Copies from and to a file that is mapped, shared.
+
+    Args:
+        path: of a file that exists.
+        durable: whether it has to be told to keep what was written; False for a file in memory.
+    """
+
+    joined = False
+
+    def __init__(self, path: str, durable: bool) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._bytes = np.frombuffer(mmap.mmap(self._file, 0, mmap.MAP_SHARED), np.uint8)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._durable = durable
+
+    def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
+        """Fill the pieces. Copies of numpy let other threads run."""
+        for piece in pieces:
+            end = offset + piece.nbytes
+            if end > len(self._bytes):
+                return False
+            np.copyto(np.frombuffer(piece, np.uint8), self._bytes[offset:end])
+            offset = end
+        return True
+
+    def write(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> None:
+        """Write the pieces."""
+        for piece in pieces:
+            end = offset + piece.nbytes
+            if end > len(self._bytes):
+                raise OSError(f"the file has {len(self._bytes)} bytes, not {end}")
+            np.copyto(self._bytes[offset:end], np.frombuffer(piece, np.uint8))
+            offset = end
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        if self._durable:
+            os.fdatasync(self._file)
+
+    def stats(self) -> dict[str, int]:
+        """Nothing of interest."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of the file, and of the mapping."""
+        os.close(self._file)
+        del self._bytes
