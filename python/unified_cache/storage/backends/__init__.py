@@ -1,0 +1,1 @@
+"""Storage engines, one a file; imported only when a URL names them."""
