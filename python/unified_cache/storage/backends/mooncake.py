@@ -1,0 +1,768 @@
+"""Mooncake Store: objects in the memory of many machines, through the client of the installed package.
+
+docs/mooncake.md says how its processes are started and what happens when one of them fails. What the client
+does when something is wrong was measured with mooncake-transfer-engine 0.3.13; where that decides how
+something is done here, the comment says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import importlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from unified_cache.errors import ClosedError, StorageError
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.storage.urls import StorageUrl
+
+__all__ = ["MooncakeBackend", "MooncakeSettings", "client_environment"]
+
+_log = logging.getLogger(__name__)
+
+# What the client answers for an object.
+_NO_ROOM = -200  # no segment has room (or there is none): at once, it does not wait for evictions
+_WRONG_SIZE = -600  # the object is longer than its destination
+_BEING_WRITTEN = -703
+_NOT_FOUND = -704
+_TRANSFER_FAILED = -800  # also: the object is shorter than its destination
+_NO_CONNECTION = -900
+_NO_REPLY = -901
+
+_READ_STATUS = {
+    _NOT_FOUND: PageStatus.MISS,
+    _BEING_WRITTEN: PageStatus.MISS,
+    _WRONG_SIZE: PageStatus.CORRUPT,
+    _NO_REPLY: PageStatus.TIMEOUT,
+}
+_WRITE_STATUS = {0: PageStatus.HIT, _NO_ROOM: PageStatus.FULL, _NO_REPLY: PageStatus.TIMEOUT}
+
+_LANES = 16  # connections to each owner of a segment; the most that the client allows
+_MASTER_PORT, _METRICS_PORT = 50051, 9003  # the master's own defaults
+_HEADER_BYTES = 1 << 20  # registered memory for the headers of one native call
+_LOCAL_BUFFER = 16 << 20  # the client's own scratch memory; batches do not go through it
+_MOST_PAGES = 128  # in one native call, where no limit of time says less
+# A write that returned 0 may have met another one of the same key: so long that one may take to end.
+_OTHER_WRITER_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """How to reach a Mooncake Store.
+
+    Attributes:
+        host, port: of the master.
+        deadline: seconds that a call may take.
+        local: name or address under which other machines reach this one; "": the one that reaches the master.
+        protocol: "tcp" or "rdma".
+        devices: RDMA devices, separated by commas; "": all.
+        segment_bytes: memory that this process gives to the store; 0: none, it is only a client.
+        metadata: metadata server; P2PHANDSHAKE: none is needed.
+        client: host:port of a `mooncake_client` on this machine that does the work (over shared memory); "":
+            this process does.
+        bounce_bytes: with `client`, or with RDMA for memory that was never registered: memory that bodies are
+            copied through.
+        metrics_port: the master's HTTP port; 0: there is none, so no `keys` and no `stats`.
+        force: `delete` removes also what somebody has read or asked for within the lease.
+    """
+
+    host: str
+    port: int
+    deadline: float
+    local: str = ""
+    protocol: str = "tcp"
+    devices: str = ""
+    segment_bytes: int = 0
+    metadata: str = "P2PHANDSHAKE"
+    client: str = ""
+    bounce_bytes: int = 64 << 20
+    metrics_port: int = _METRICS_PORT
+    force: bool = False
+
+    @classmethod
+    def from_url(cls, url: StorageUrl, deadline: float) -> Self:
+        """Of ``mooncake://host:port?option=value``."""
+        url.only("bounce", "client", "device", "force", "local", "metadata", "metrics", "protocol", "segment")
+        if url.path not in ("", "/"):
+            raise StorageError(f"storage {url}: a mooncake:// URL has no path, {url.path!r} must go")
+        client = url.text("client")
+        if client:
+            _address(client, f"storage {url}: option client")
+        segment = url.size("segment") or 0
+        if client and segment:
+            raise StorageError(
+                f"storage {url}: options segment and client exclude each other: start the client {client} "
+                f"with --global_segment_size={segment}"
+            )
+        return cls(
+            host=url.need_host("master"),
+            port=_MASTER_PORT if url.port is None else url.port,
+            deadline=deadline,
+            local=url.text("local"),
+            protocol=url.choice("protocol", ("tcp", "rdma"), "tcp"),
+            devices=url.text("device"),
+            segment_bytes=segment,
+            metadata=url.text("metadata", "P2PHANDSHAKE"),
+            client=client,
+            bounce_bytes=url.size("bounce", 64 << 20) or 0,
+            metrics_port=url.integer("metrics", _METRICS_PORT, 0, 65535),
+            force=url.flag("force"),
+        )
+
+    @property
+    def master(self) -> str:
+        """host:port."""
+        return f"{self.host}:{self.port}"
+
+
+def client_environment(deadline: float) -> dict[str, str]:
+    """The settings of the client that it takes only from the environment, for calls of `deadline` seconds.
+
+    They hold for everything in the process that uses Mooncake, so what is set there already stays as it is.
+    """
+    # Seconds are integers there. A transfer without progress is given up after one to two of these times.
+    stall = str(max(1, int(deadline / 8)))
+    return {
+        # A write asks the master twice.
+        "MC_RPC_TIMEOUT_MS": str(max(50, int(deadline * 500))),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(max(50, int(deadline * 500))),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall,
+        "MC_TCP_STATUS_TIMEOUT_SEC": stall,
+        "MC_TCP_ADMISSION_TIMEOUT_MS": str(max(50, int(deadline * 250))),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": stall,
+        # Transfers to an owner that hangs time out lane after lane: with 4 lanes a batch of 32 took 26 s.
+        "MC_TCP_LANES_PER_PEER": str(_LANES),
+        # Each try is a timeout if the master hangs; 20 by default.
+        "MC_STORE_CLIENT_SETUP_RETRIES": "2",
+        # Else it writes a line for every object that is not there, and fifteen for each start.
+        "GLOG_minloglevel": "3",
+    }
+
+
+def _set_environment(deadline: float) -> None:
+    for name, value in client_environment(deadline).items():
+        found = os.environ.setdefault(name, value)
+        if found != value and not name.startswith("GLOG"):
+            _log.warning(
+                "%s=%s is set in the environment, calls of %g s need %s: they may take longer",
+                name,
+                found,
+                deadline,
+                value,
+            )
+
+
+def _client_module() -> Any:
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise StorageError(
+            f"mooncake:// can not be used, import mooncake.store failed ({error}): pip install "
+            "mooncake-transfer-engine-non-cuda (or another build) and, on Debian, apt-get install libibverbs1"
+        ) from error
+
+
+def _address(text: str, what: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise StorageError(f"{what} must be host:port, not {text!r}")
+    return host, int(port)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of the interface that packets to host:port leave by; nothing is sent."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StorageError(
+            f"mooncake master {host}:{port} has no address that can be reached ({error}): change the host"
+        ) from error
+
+
+def _address_of(memory: npt.NDArray[np.uint8]) -> int:
+    return int(memory.ctypes.data)
+
+
+class _Block:
+    """Memory that the client knows, for one native call: headers, and bodies that must go through it."""
+
+    def __init__(self, headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8]) -> None:
+        self.headers = headers
+        self.bodies = bodies
+
+
+class MooncakeBackend(Backend):
+    """Objects in a Mooncake Store. The first writer of a key wins, as the store has it.
+
+    Headers and bodies are read and written where they are (headers through a little memory of its own that is
+    registered); bodies are copied once more only with `client`, whose shared memory is its own.
+
+    Over TCP one native call runs at a time, of so many objects that even with an owner that hangs it ends
+    within the deadline: lanes are shared, so two calls at once would be one twice as long. What can still
+    take longer: docs/mooncake.md.
+    """
+
+    scheme: ClassVar[str] = "mooncake"
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        _set_environment(settings.deadline)
+        self._settings = settings
+        self._deadline = settings.deadline
+        self._target = (
+            _address(settings.client, "client") if settings.client else (settings.host, settings.port)
+        )
+        self._module = _client_module()
+        self._state = threading.Condition()
+        self._calls = 0
+        self._closing = threading.Event()
+        self._closed = False
+        self._suspect = True  # the last call did not reach the store: ask first whether anybody listens
+        self._sizes_vary = False  # objects shorter than their memory were met
+        self._ranges: list[tuple[int, int]] = []
+        self._allocated: list[tuple[Any, int]] = []  # allocator, address
+        self._kept: list[npt.NDArray[np.uint8]] = []
+        self._pages, self._call_seconds = self._call_limits()
+        self._reach()
+        self._store = self._connect()
+        self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
+        try:
+            self._make_blocks()
+        except BaseException:
+            self.close()
+            raise
+        self._suspect = False
+
+    @classmethod
+    def from_url(cls, url: StorageUrl, deadline: float) -> Self:
+        """Open it.
+
+        Raises:
+            StorageError: wrong options, the package is missing, or nobody answers.
+        """
+        return cls(MooncakeSettings.from_url(url, deadline))
+
+    # Opening
+
+    @property
+    def _paced(self) -> bool:
+        """Native calls are kept short because this process itself waits on TCP connections."""
+        return self._settings.protocol == "tcp" and not self._settings.client
+
+    def _call_limits(self) -> tuple[int, float]:
+        """Objects in one native call, and the seconds that it takes if an owner hangs."""
+        if not self._paced:
+            return _MOST_PAGES, 0.0
+        environment = client_environment(self._deadline) | os.environ
+        stall = 2.0 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        lanes = int(environment["MC_TCP_LANES_PER_PEER"])
+        rounds = max(1, int(self._deadline * 0.9 / stall))
+        # Header and body go one after the other through the same lanes.
+        return max(1, min(_MOST_PAGES, lanes * rounds // 2)), rounds * stall
+
+    def _reach(self) -> None:
+        """Return if somebody listens where the first hop goes.
+
+        The client itself takes 4.3 s for each call to a master that is gone, and 8 s to find out at setup.
+        """
+        host, port = self._target
+        try:
+            socket.create_connection((host, port), timeout=min(1.0, self._deadline / 4)).close()
+        except OSError as error:
+            what, fix = ("client", "client=") if self._settings.client else ("master", "the URL")
+            raise StorageError(
+                f"mooncake {what} {host}:{port} can not be reached ({error}): start mooncake_{what} "
+                f"there, or change {fix}"
+            ) from error
+
+    def _connect(self) -> Any:
+        settings = self._settings
+        store = self._module.MooncakeDistributedStore()
+        if settings.client:
+            what = f"mooncake_client {settings.client}"
+            code = store.setup_dummy(_LOCAL_BUFFER, _LOCAL_BUFFER, settings.client)
+        else:
+            what = f"mooncake master {settings.master}"
+            code = store.setup(
+                settings.local or _own_address(settings.host, settings.port),
+                settings.metadata,
+                settings.segment_bytes,
+                _LOCAL_BUFFER,
+                settings.protocol,
+                settings.devices,
+                settings.master,
+            )
+        if code != 0:
+            raise StorageError(
+                f"{what} was set up with protocol {settings.protocol}, metadata {settings.metadata}, segment "
+                f"{settings.segment_bytes} and answered {code}: see that it runs, that it can be reached in "
+                f"{self._deadline:g} s, and that this memory can be had"
+            )
+        return store
+
+    def _make_blocks(self) -> None:
+        settings = self._settings
+        bodies = 0
+        if settings.client or settings.protocol != "tcp":
+            bodies = settings.bounce_bytes // 2
+        for _ in range(1 if self._paced else 2):
+            memory = self._own_memory(_HEADER_BYTES + bodies)
+            self._blocks.put(_Block(memory[:_HEADER_BYTES], memory[_HEADER_BYTES:]))
+
+    def _own_memory(self, count: int) -> npt.NDArray[np.uint8]:
+        """Registered memory."""
+        if self._settings.client:
+            allocator = self._module.MooncakeHostMemAllocator()
+            address = allocator.alloc(count)
+            if not address:
+                raise StorageError(
+                    f"{count} bytes of shared memory for mooncake_client {self._settings.client} can not be "
+                    "had: choose a smaller bounce=, or see that /dev/shm has room"
+                )
+            self._allocated.append((allocator, address))
+            mapped = memoryview((ctypes.c_uint8 * count).from_address(address)).cast("B")
+            memory = np.frombuffer(mapped, np.uint8)
+        else:
+            memory = np.zeros(count, np.uint8)
+        self._kept.append(memory)
+        self._register(_address_of(memory), count)
+        return memory
+
+    def _register(self, address: int, count: int) -> None:
+        code = self._store.register_buffer(address, count)
+        if code != 0:
+            raise StorageError(
+                f"mooncake refused to register {count} bytes of memory ({code}): memory can not be "
+                "registered twice or overlap, and RDMA needs room under ulimit -l"
+            )
+        self._ranges.append((address, address + count))
+
+    def register(self, memory: memoryview) -> None:
+        """Bodies will lie in this memory; with `client` they are copied through the client's own."""
+        with self._calling():
+            if memory.nbytes and not self._settings.client:
+                self._register(_address_of(np.frombuffer(memory, np.uint8)), memory.nbytes)
+
+    # Calls
+
+    @contextmanager
+    def _calling(self) -> Iterator[float]:
+        """Around everything that touches the client, which dies (SIGSEGV) if it is used after its close.
+
+        Gives the time when the call began.
+        """
+        with self._state:
+            if self._closed:
+                raise ClosedError("the mooncake backend was closed before this call")
+            self._calls += 1
+        try:
+            started = time.monotonic()
+            if self._suspect:
+                self._reach()
+            yield started
+        finally:
+            with self._state:
+                self._calls -= 1
+                self._state.notify_all()
+
+    def _hear(self, codes: Sequence[int]) -> None:
+        """Take note of whether the store was reached; raises if for none of the objects it was."""
+        if not codes:
+            return
+        unreached = [code for code in codes if code in (_NO_CONNECTION, _NO_REPLY)]
+        self._suspect = bool(unreached)
+        if len(unreached) == len(codes):
+            said = "no connection" if unreached[0] == _NO_CONNECTION else "no reply in time"
+            host, port = self._target
+            raise StorageError(
+                f"mooncake at {host}:{port} was asked for {len(codes)} objects and answered {unreached[0]} "
+                f"({said}): see that it runs; it is used again as soon as it answers"
+            )
+
+    def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        """How many of each run are stored; what is being written right now is not."""
+        keys = [key for run in runs for key in run]
+        if not keys:
+            self._require_open()
+            return [0] * len(runs)
+        with self._calling():
+            codes = self._store.batch_is_exist(keys)
+            self._hear(codes)
+        found = iter(codes)
+        return [sum(1 for _ in takewhile(lambda code: code == 1, [next(found) for _ in run])) for run in runs]
+
+    def get(self, batch: ObjectBatch) -> list[PageStatus]:
+        """Read objects. One whose lease ended while it was read is an ERROR: its bytes may be another's."""
+        statuses = [PageStatus.TIMEOUT] * len(batch)
+        header = batch.headers.shape[1] if len(batch) else 0
+        with self._calling() as started:
+            room = batch.body_sizes.tolist()
+            rows = list(range(len(batch)))
+            heard: list[int] = []
+            if self._sizes_vary and rows:
+                rows = self._fit(batch, rows, room, statuses, heard)
+            for part in self._parts(rows, batch, header):
+                again = self._get_part(batch, part, room, started, statuses, heard)
+                # Shorter than its memory, which the client takes for a failed transfer: asked once more.
+                if again:
+                    fitting = self._fit(batch, again, room, statuses, heard)
+                    if fitting:
+                        self._sizes_vary = True
+                        self._get_part(batch, fitting, room, started, statuses, heard)
+                if statuses[part[-1]] is PageStatus.TIMEOUT:
+                    break
+            self._hear(heard)
+        return statuses
+
+    def _get_part(
+        self,
+        batch: ObjectBatch,
+        rows: list[int],
+        sizes: list[int],
+        started: float,
+        statuses: list[PageStatus],
+        heard: list[int],
+    ) -> list[int]:
+        """Read some objects of `sizes` exactly; the rows back whose transfer failed, and not by time."""
+        header = batch.headers.shape[1]
+        with self._block(started) as block:
+            if block is None:
+                return []
+            bounced = self._bounced(batch)
+            addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
+            begun = time.monotonic()
+            keys = [batch.keys[row] for row in rows]
+            codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
+            stalled = self._paced and time.monotonic() - begun > self._stall
+            heard += codes
+            failed = []
+            for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
+                if code == header + sizes[row]:
+                    offset = place * header
+                    batch.headers[row] = block.headers[offset : offset + header]
+                    if bounced:
+                        target = np.frombuffer(batch.bodies[row], np.uint8)
+                        start = place * _step(batch)
+                        np.copyto(target[: sizes[row]], block.bodies[start : start + sizes[row]])
+                    batch.stored_sizes[row] = sizes[row]
+                    statuses[row] = PageStatus.HIT
+                elif code >= 0:
+                    statuses[row] = PageStatus.CORRUPT
+                elif code == _TRANSFER_FAILED and stalled:
+                    statuses[row] = PageStatus.TIMEOUT
+                else:
+                    statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
+                    if code == _TRANSFER_FAILED:
+                        failed.append(row)
+        return failed
+
+    @property
+    def _stall(self) -> float:
+        """A transfer that failed after fewer seconds was not given up for want of progress."""
+        return self._call_seconds and 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+
+    def _fit(
+        self,
+        batch: ObjectBatch,
+        rows: list[int],
+        sizes: list[int],
+        statuses: list[PageStatus],
+        heard: list[int],
+    ) -> list[int]:
+        """Set `sizes` of bodies to those of the objects; the rows that are there and fit."""
+        header = batch.headers.shape[1]
+        lengths = self._lengths([batch.keys[row] for row in rows])
+        heard += lengths
+        fitting = []
+        for row, length in zip(rows, lengths, strict=True):
+            if length < 0:
+                statuses[row] = _READ_STATUS.get(length, PageStatus.ERROR)
+            elif not header <= length <= header + int(batch.body_sizes[row]):
+                statuses[row] = PageStatus.CORRUPT
+            elif statuses[row] is not PageStatus.ERROR or length != header + sizes[row]:
+                sizes[row] = length - header
+                fitting.append(row)
+        return fitting
+
+    def _lengths(self, keys: list[str]) -> list[int]:
+        """Bytes of objects, or what the client answers instead."""
+        if self._settings.client:  # which does not have the other call
+            lengths = []
+            for key in keys:
+                lengths.append(self._store.get_size(key))
+                if lengths[-1] in (_NO_CONNECTION, _NO_REPLY):
+                    return lengths + [lengths[-1]] * (len(keys) - len(lengths))
+            return lengths
+        found = self._store.batch_get_replica_desc(keys)
+        if not found:  # none of them is there, or the master: the call does not say
+            code = self._store.get_size(keys[0])
+            return [code if code < 0 else _NOT_FOUND] * len(keys)
+        return [_length(found.get(key, ())) for key in keys]
+
+    def set(self, batch: ObjectBatch) -> list[PageStatus]:
+        """Store objects. FULL: no segment has room at this moment; or somebody's write of this key hangs."""
+        statuses = [PageStatus.TIMEOUT] * len(batch)
+        header = batch.headers.shape[1] if len(batch) else 0
+        with self._calling() as started:
+            sizes = batch.body_sizes.tolist()
+            heard: list[int] = []
+            for part in self._parts(list(range(len(batch))), batch, header):
+                if not self._set_part(batch, part, sizes, started, statuses, heard):
+                    break
+            self._hear(heard)
+            self._confirm(batch.keys, statuses)
+        return statuses
+
+    def _set_part(
+        self,
+        batch: ObjectBatch,
+        rows: list[int],
+        sizes: list[int],
+        started: float,
+        statuses: list[PageStatus],
+        heard: list[int],
+    ) -> bool:
+        """Store some objects; False: out of time."""
+        header = batch.headers.shape[1]
+        with self._block(started) as block:
+            if block is None:
+                return False
+            bounced = self._bounced(batch)
+            addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
+            for place, row in enumerate(rows):
+                block.headers[place * header : (place + 1) * header] = batch.headers[row]
+                if bounced:
+                    source = np.frombuffer(batch.bodies[row], np.uint8)
+                    start = place * _step(batch)
+                    np.copyto(block.bodies[start : start + sizes[row]], source[: sizes[row]])
+            begun = time.monotonic()
+            keys = [batch.keys[row] for row in rows]
+            codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
+            stalled = self._paced and time.monotonic() - begun > self._stall
+        heard += codes
+        late = False
+        for row, code in zip(rows, codes, strict=True):
+            statuses[row] = _WRITE_STATUS.get(code, PageStatus.ERROR)
+            if code == _TRANSFER_FAILED and stalled:
+                statuses[row] = PageStatus.TIMEOUT
+            late = late or statuses[row] is PageStatus.TIMEOUT or code == _NO_CONNECTION
+        return not late
+
+    def _confirm(self, keys: Sequence[str], statuses: list[PageStatus]) -> None:
+        """Ask for what was stored, and take back what is not there.
+
+        A put answers 0 also if the key is only being written: by another process, or by a put whose answer
+        was lost, which the master keeps for 30 s before anybody can write the key again.
+        """
+        rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
+        end = time.monotonic() + _OTHER_WRITER_SECONDS
+        while rows:
+            codes = self._store.batch_is_exist([keys[row] for row in rows])
+            rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
+            if any(code in (_NO_CONNECTION, _NO_REPLY) for code in codes):
+                self._suspect = True
+                break
+            if time.monotonic() > end:
+                break
+            if rows:
+                self._closing.wait(0.005)
+        for row in rows:
+            statuses[row] = PageStatus.TIMEOUT if self._suspect else PageStatus.FULL
+
+    # Native calls
+
+    def _parts(self, rows: list[int], batch: ObjectBatch, header: int) -> list[list[int]]:
+        """Rows of one native call each."""
+        if not rows:
+            return []
+        most = min(self._pages, _HEADER_BYTES // max(1, header))
+        if self._bounced(batch):
+            room = self._settings.bounce_bytes // 2
+            most = min(most, room // max(1, _step(batch)))
+        if most == 0:
+            raise StorageError(
+                f"objects of {header} + {_step(batch)} bytes do not fit into bounce="
+                f"{self._settings.bounce_bytes}, which is two halves: make it larger"
+            )
+        return [rows[start : start + most] for start in range(0, len(rows), most)]
+
+    @contextmanager
+    def _block(self, started: float) -> Iterator[_Block | None]:
+        """Memory for a native call, once it is free; None if the call could not end in time any more."""
+        # The client's limits add up to less than the deadline, and a fifth more is what may be left over.
+        latest = started + 1.2 * self._deadline - self._call_seconds
+        block = None
+        try:
+            wait = latest - time.monotonic()
+            if wait > 0:
+                block = self._blocks.get(timeout=wait)
+        except queue.Empty:
+            pass
+        try:
+            yield block
+        finally:
+            if block is not None:
+                self._blocks.put(block)
+
+    def _bounced(self, batch: ObjectBatch) -> bool:
+        """Bodies have to be copied through memory that the client knows."""
+        if self._settings.client:
+            return True
+        if self._settings.protocol == "tcp":
+            return False  # reads and writes any memory
+        first = int(batch.body_addresses.min())
+        last = int((batch.body_addresses + batch.body_sizes).max())
+        return not any(start <= first and last <= end for start, end in self._ranges)
+
+    def _pieces(
+        self, batch: ObjectBatch, rows: list[int], sizes: list[int], block: _Block, bounced: bool
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and lengths of header and body of each object."""
+        header = batch.headers.shape[1]
+        start = _address_of(block.headers)
+        if bounced:
+            base = _address_of(block.bodies)
+            bodies = [base + place * _step(batch) for place in range(len(rows))]
+        else:
+            bodies = [int(address) for address in batch.body_addresses[rows].tolist()]
+        addresses, lengths = [], []
+        for place, (row, body) in enumerate(zip(rows, bodies, strict=True)):
+            size = sizes[row]
+            # A piece of no bytes is refused.
+            addresses.append([start + place * header, body] if size else [start + place * header])
+            lengths.append([header, size] if size else [header])
+        return addresses, lengths
+
+    # The rest
+
+    def _require_open(self) -> None:
+        with self._state:
+            if self._closed:
+                raise ClosedError("the mooncake backend was closed before this call")
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Forget objects; without `force` those stay that were read or asked for within the lease (-706)."""
+        if not keys:
+            self._require_open()
+            return 0
+        with self._calling():
+            codes = self._store.batch_remove(list(keys), self._settings.force)
+            self._hear(codes)
+        return sum(code == 0 for code in codes)
+
+    def keys(self) -> Iterator[str]:
+        """All keys of the master, over its HTTP port.
+
+        Raises:
+            StorageError: it does not answer there.
+        """
+        with self._calling():
+            text = self._http("/get_all_keys")
+        return iter(text.splitlines())
+
+    def clear(self) -> None:
+        """Forget every object of the store, whoever wrote it."""
+        with self._calling():
+            code = self._store.remove_all(True)
+            self._hear([code])
+            if code < 0:
+                raise StorageError(
+                    f"mooncake master {self._settings.master} was asked to forget all and answered {code}"
+                )
+
+    def stats(self) -> dict[str, int]:
+        """`objects`, `bytes` and `capacity_bytes` of the whole store, over the master's HTTP port.
+
+        Raises:
+            StorageError: it does not answer there.
+        """
+        with self._calling():
+            text = self._http("/metrics")
+        values = {}
+        for line in text.splitlines():
+            name, _, value = line.partition(" ")
+            if not name.startswith("#"):
+                values[name] = value
+        names = {
+            "objects": "master_key_count",
+            "bytes": "master_allocated_bytes",
+            "capacity_bytes": "master_total_capacity_bytes",
+        }
+        try:
+            return {name: int(float(values[metric])) for name, metric in names.items()}
+        except (KeyError, ValueError) as error:
+            raise StorageError(
+                f"http://{self._settings.host}:{self._settings.metrics_port}/metrics is not that of a "
+                f"mooncake master ({error}): set metrics= to its --metrics_port"
+            ) from error
+
+    def _http(self, path: str) -> str:
+        host, port = self._settings.host, self._settings.metrics_port
+        where = f"http://{host}:{port}{path}"
+        if port == 0:
+            raise StorageError(
+                f"mooncake tells {path[1:]} only over its HTTP port: add metrics=, the master's --metrics_port"
+            )
+        connection = http.client.HTTPConnection(host, port, timeout=self._deadline)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            text = answer.read().decode("ascii", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise StorageError(
+                f"{where} of the mooncake master does not answer ({error!r}): set metrics= to its "
+                "--metrics_port"
+            ) from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise StorageError(
+                f"{where} answered {answer.status} {answer.reason}: set metrics= to the master's "
+                "--metrics_port"
+            )
+        return text
+
+    def close(self) -> None:
+        """Wait for calls that run, and leave the store; what is in a segment of this process goes with it."""
+        self._closing.set()
+        with self._state:
+            first = not self._closed
+            self._closed = True
+            self._state.wait_for(lambda: self._calls == 0)
+        if not first:
+            return
+        for start, _ in self._ranges:
+            self._store.unregister_buffer(start)
+        self._store.close()
+        for allocator, address in self._allocated:
+            allocator.free(address)
+
+
+def _step(batch: ObjectBatch) -> int:
+    """Bytes from one body to the next where they go through memory of the client."""
+    return int(batch.body_sizes.max())
+
+
+def _length(replicas: Sequence[Any]) -> int:
+    """Bytes of an object with these replicas; _NOT_FOUND: it has none that can be read."""
+    for replica in replicas:
+        if replica.is_memory_replica():
+            return int(replica.get_memory_descriptor().buffer_descriptor.size)
+        if replica.is_disk_replica():
+            return int(replica.get_disk_descriptor().object_size)
+    return _NOT_FOUND
