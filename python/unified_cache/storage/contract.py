@@ -1,7 +1,7 @@
-"""What every storage backend can do: objects by key, in batches, straight from and into memory of the host pool.
+"""What every storage backend can do: objects by key, in batches, straight from and into host pool memory.
 
-A backend moves bytes. What an object holds, its checksum, compression, deadlines, the circuit breaker and which
-thread calls are the business of `unified_cache.storage.guard`, once, for all backends.
+A backend moves bytes. What an object holds, its checksum, compression, deadlines, the circuit breaker and
+which thread calls are the business of `unified_cache.storage.guard`, once, for all backends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Backend", "ObjectBatch", "PageStatus", "Store"]
+__all__ = ["Backend", "ObjectBatch", "PageStatus"]
 
 
 class PageStatus(Enum):
@@ -33,9 +33,9 @@ class PageStatus(Enum):
 class ObjectBatch:
     """Objects of one call, and the memory that they are read from or into.
 
-    An object is a header and a body, stored one right after the other under its key. Both lie in memory of the
-    caller, which the backend neither keeps nor touches after the call. After a get that was no HIT their content
-    is undefined.
+    An object is a header and a body, stored one right after the other under its key. Both lie in memory of
+    the caller, which the backend neither keeps nor touches after the call. After a get that was no HIT their
+    content is undefined.
 
     Attributes:
         keys: at most 150 characters each, of ``0-9 a-z - _ .``; none twice.
@@ -63,9 +63,9 @@ class Backend(ABC):
     """One storage engine. Calls come from several threads at once.
 
     No call takes longer than the deadline that the backend was made with, as far as its client allows that; a
-    call that its client holds up for longer is waited for by its thread alone. A call never raises for what is
-    wrong with one object (its status says so), and raises `StorageError` if the engine as a whole can not be
-    reached. After `close` every call but `close` is a `ClosedError`.
+    call that its client holds up for longer is waited for by its thread alone. A call never raises for what
+    is wrong with one object (its status says so), and raises `StorageError` if the engine as a whole can not
+    be reached. After `close` every call but `close` is a `ClosedError`.
 
     Attributes:
         scheme: of its URLs.
@@ -77,7 +77,7 @@ class Backend(ABC):
     durable: ClassVar[bool] = True
     shared: ClassVar[bool] = True
 
-    def register(self, memory: memoryview) -> None:
+    def register(self, memory: memoryview) -> None:  # noqa: B027
         """Bodies will lie in this memory: the host pool, once, before the first get or set.
 
         For clients that have to know it. It stays where it is until `close` has returned.
@@ -85,18 +85,22 @@ class Backend(ABC):
 
     @abstractmethod
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
-        """For each run of keys how many, from the first on and without a gap, are stored; in one round trip."""
+        """For each run of keys how many, from the first on and without a gap, are stored; one round trip."""
 
     @abstractmethod
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
-        """Read objects into the batch's memory. HIT, MISS, CORRUPT (longer than its memory), ERROR, TIMEOUT."""
+        """Read objects into the batch's memory.
+
+        HIT, MISS, CORRUPT (longer than its memory), ERROR, TIMEOUT.
+        """
 
     @abstractmethod
     def set(self, batch: ObjectBatch) -> list[PageStatus]:
         """Store objects from the batch's memory. HIT, FULL, ERROR, TIMEOUT.
 
-        The first writer of a key wins: an object that is there already stays as it is, and is a HIT. An object
-        is visible under its key only when it is complete and, where the backend is durable, on its medium.
+        The first writer of a key wins: an object that is there already stays as it is, and is a HIT. An
+        object is visible under its key only when it is complete and, where the backend is durable, on its
+        medium.
         """
 
     @abstractmethod
@@ -118,31 +122,3 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what is held; waits for calls that run. More than once is fine."""
-
-
-class Store(ABC):
-    """The contract before `Backend`; goes with its last user."""
-
-    @abstractmethod
-    def exists(self, keys: Sequence[str]) -> int:
-        """How many of `keys`, from the first on and without a gap, are stored."""
-
-    @abstractmethod
-    def get(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[PageStatus]:
-        """Read each page into its view."""
-
-    @abstractmethod
-    def set(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
-        """Write pages that are not there yet; returns how many, from the first on, are stored durably now."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget every page."""
-
-    @abstractmethod
-    def stats(self) -> dict[str, int]:
-        """Plain numbers: at least `pages` and `bytes`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what is held; more than once is fine. Any other call is a `ClosedError` from then on."""
