@@ -9,7 +9,7 @@ from typing import Any
 
 from unified_cache.errors import MissingDependencyError
 
-__all__ = ["CODECS", "NO_CODEC", "Codec", "codec_named", "codec_of"]
+__all__ = ["CODECS", "NO_CODEC", "Codec", "codec_named", "installed_codecs"]
 
 NO_CODEC = 0
 
