@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
 
 __all__ = ["IoThreads"]
 
@@ -13,25 +14,41 @@ _Result = TypeVar("_Result")
 
 
 class IoThreads:
-    """So many threads, started when they are first needed; 1: the caller's own does everything."""
+    """So many threads for a call: its own, and others that are started when they are first needed."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
-        self._pool = ThreadPoolExecutor(count, name) if count > 1 else None
+        self._others = ThreadPoolExecutor(count - 1, name) if count > 1 else None
 
     def run(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
         """Do the work for each part. All have ended when this returns or raises."""
-        if self._pool is None or len(parts) < 2:
+        if self._others is None or len(parts) < 2:
             return [work(part) for part in parts]
-        futures: list[Future[_Result]] = []
+        results: list[_Result | None] = [None] * len(parts)
+        left = deque(range(len(parts)))
+
+        def take() -> None:
+            while left:
+                try:
+                    at = left.popleft()
+                except IndexError:  # another was faster
+                    return
+                results[at] = work(parts[at])
+
+        helpers = [self._others.submit(take) for _ in range(min(self.count, len(parts)) - 1)]
         try:
-            futures.extend(self._pool.submit(work, part) for part in parts)
+            take()
         finally:
-            for future in futures:
-                future.exception()
-        return [future.result() for future in futures]
+            left.clear()
+            # Those that have not begun yet are not waited for: other calls may keep the threads busy.
+            begun = [helper for helper in helpers if not helper.cancel()]
+            errors = [helper.exception() for helper in begun]
+        for error in errors:
+            if error is not None:
+                raise error
+        return cast(list[_Result], results)
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        if self._others is not None:
+            self._others.shutdown()

@@ -18,9 +18,6 @@ BLOCK = 4096
 class Medium(ABC):
     """Bytes from 0 to a fixed size."""
 
-    # Bodies that one call reads or writes; more than one only where that is faster.
-    joined: bool
-
     @abstractmethod
     def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
         """Fill the pieces, which lie at these addresses; False if there are not as many bytes.
@@ -71,8 +68,6 @@ class FileMedium(Medium):
         path: of a file that exists.
         direct: try O_DIRECT.
     """
-
-    joined = True
 
     def __init__(self, path: str, direct: bool) -> None:
         self._cached = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -164,8 +159,6 @@ class MappedMedium(Medium):
         path: of a file that exists.
         durable: whether it has to be told to keep what was written; False for a file in memory.
     """
-
-    joined = False
 
     def __init__(self, path: str, durable: bool) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

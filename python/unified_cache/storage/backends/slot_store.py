@@ -33,7 +33,9 @@ from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
 __all__ = ["SlotStore"]
 
-_MOST_JOINED = 256  # pieces of one preadv; the system takes 1024
+# Bodies that one preadv takes: longer ones gain nothing, and threads that are done have nothing left to take.
+_JOINED_BYTES = 2 << 20
+_MOST_JOINED = 256  # the system takes 1024
 
 Slots = npt.NDArray[np.int64]
 
@@ -307,12 +309,14 @@ class SlotStore(Backend):
             # One of them is the reason; the others may be well.
             return [status for one in range(begin, end) for status in run((one, one + 1))]
 
-        parts = self._cut(slots, sizes, slot_bytes if store.medium.joined else 0)
+        parts = self._cut(slots, sizes, slot_bytes)
         return [status for result in self._threads.run(run, parts) for status in result]
 
     def _cut(self, slots: Slots, sizes: npt.NDArray[np.int64], slot_bytes: int) -> list[tuple[int, int]]:
-        """Parts for the threads: runs of neighbouring slots that are full, if those are to be joined."""
-        longest = min(_MOST_JOINED, -(-len(slots) // self._threads.count))
+        """Parts for the threads: runs of neighbouring slots that are full."""
+        longest = min(
+            _MOST_JOINED, -(-len(slots) // self._threads.count), max(1, _JOINED_BYTES // slot_bytes)
+        )
         parts: list[tuple[int, int]] = []
         for begin, end in runs_of(slots, longest):
             if (sizes[begin:end] == slot_bytes).all():
