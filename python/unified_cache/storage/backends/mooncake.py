@@ -564,10 +564,11 @@ class MooncakeBackend(Backend):
         return not late
 
     def _confirm(self, keys: Sequence[str], statuses: list[PageStatus]) -> None:
-        """Ask for what was stored, and take back what is not there.
+        """Take back those of what was stored whose write hangs.
 
         A put answers 0 also if the key is only being written: by another process, or by a put whose answer
-        was lost, which the master keeps for 30 s before anybody can write the key again.
+        was lost, which the master keeps for 30 s before anybody can write the key again. What is not there
+        at all was stored, and removed since.
         """
         rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
         end = time.monotonic() + _OTHER_WRITER_SECONDS
@@ -577,6 +578,7 @@ class MooncakeBackend(Backend):
             if any(code in (_NO_CONNECTION, _NO_REPLY) for code in codes):
                 self._suspect = True
                 break
+            rows = [row for row in rows if self._store.get_size(keys[row]) == _BEING_WRITTEN]
             if time.monotonic() > end:
                 break
             if rows:
