@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -78,9 +79,10 @@ class Process:
             return probe.connect_ex((MASTER, self.port)) == 0
 
     def freeze(self) -> None:
-        """Neither answers nor goes away."""
+        """From the return on it neither answers nor goes away."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # its threads stop one after the other
 
     def thaw(self) -> None:
         """Go on."""

@@ -424,8 +424,8 @@ class MooncakeBackend(Backend):
                     if fitting:
                         self._sizes_vary = True
                         self._get_part(batch, fitting, room, started, statuses, heard)
-                if statuses[part[-1]] is PageStatus.TIMEOUT:
-                    break
+                if _NO_CONNECTION in heard or any(statuses[row] is PageStatus.TIMEOUT for row in part):
+                    break  # the next native call would take its time only to say the same
             self._hear(heard)
         return statuses
 
@@ -564,19 +564,21 @@ class MooncakeBackend(Backend):
         return not late
 
     def _confirm(self, keys: Sequence[str], statuses: list[PageStatus]) -> None:
-        """Ask for what was stored, and take back what is not there.
+        """Take back those of what was stored whose write hangs.
 
         A put answers 0 also if the key is only being written: by another process, or by a put whose answer
-        was lost, which the master keeps for 30 s before anybody can write the key again.
+        was lost, which the master keeps for 30 s before anybody can write the key again. What is not there
+        at all was stored, and removed since.
         """
         rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
         end = time.monotonic() + _OTHER_WRITER_SECONDS
-        while rows:
+        while rows and not self._suspect:
             codes = self._store.batch_is_exist([keys[row] for row in rows])
             rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
             if any(code in (_NO_CONNECTION, _NO_REPLY) for code in codes):
                 self._suspect = True
                 break
+            rows = [row for row in rows if self._store.get_size(keys[row]) == _BEING_WRITTEN]
             if time.monotonic() > end:
                 break
             if rows:
@@ -716,7 +718,7 @@ class MooncakeBackend(Backend):
         where = f"http://{host}:{port}{path}"
         if port == 0:
             raise StorageError(
-                f"mooncake tells {path[1:]} only over its HTTP port: add metrics=, the master's --metrics_port"
+                f"mooncake tells {path[1:]} only over its HTTP port: add metrics=, the --metrics_port"
             )
         connection = http.client.HTTPConnection(host, port, timeout=self._deadline)
         try:

@@ -1,0 +1,507 @@
+"""The Mooncake backend against real mooncake_master and mooncake_client processes on loopback."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.storage.mooncake_objects import HEADER, Call, Caller, Memory, content
+from tests.storage.mooncake_server import Master, Owner, free_port, wait_until, why_not_here
+from unified_cache.errors import ClosedError, StorageError
+from unified_cache.storage.backends.mooncake import MooncakeBackend, client_environment
+from unified_cache.storage.contract import PageStatus
+from unified_cache.storage.urls import StorageUrl
+
+_MISSING = why_not_here()
+pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+
+DEADLINE = 2.0
+LIMIT = DEADLINE * 1.2
+HIT, MISS, FULL = PageStatus.HIT, PageStatus.MISS, PageStatus.FULL
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """What the backend sets for its client goes again."""
+    before = dict(os.environ)
+    yield
+    for name in client_environment(DEADLINE):
+        if name not in before:
+            os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Master, Owner]]:
+    """A master and an owner that no test breaks."""
+    with Master() as master, Owner(master) as owner:
+        yield master, owner
+
+
+def url(master: Master, **options: object) -> str:
+    """Of a master here; `force` and `metrics` unless it is said otherwise."""
+    every = {"force": 1, "metrics": master.metrics_port} | options
+    return f"mooncake://{master.address}?" + "&".join(f"{name}={value}" for name, value in every.items())
+
+
+def opened(master: Master, deadline: float = DEADLINE, **options: object) -> MooncakeBackend:
+    """A backend of this master, which has a segment by then."""
+    backend = MooncakeBackend.from_url(StorageUrl.parse(url(master, **options)), deadline)
+    wait_until(lambda: backend.stats()["capacity_bytes"] > 0, "the master has a segment")
+    return backend
+
+
+@pytest.fixture(params=["real", "shared memory"])
+def backend(request: pytest.FixtureRequest, servers: tuple[Master, Owner]) -> Iterator[MooncakeBackend]:
+    """Both kinds of client, with an empty store."""
+    master, owner = servers
+    options = {} if request.param == "real" else {"client": owner.address, "bounce": "3MiB"}
+    found = opened(master, **options)
+    found.clear()
+    yield found
+    found.close()
+
+
+def peer(*arguments: object) -> subprocess.Popen[str]:
+    """Another process that sets or gets; see `mooncake_objects.main`."""
+    script = Path(__file__).with_name("mooncake_objects.py")
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> list[str]:
+    """The statuses that it printed."""
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return text.split()
+
+
+# Objects
+
+
+def test_what_is_set_is_read_again_byte_for_byte(backend: MooncakeBackend) -> None:
+    size = 96 << 10
+    memory = Memory(40, size)
+    backend.register(memoryview(memory.bodies).cast("B"))
+    stored: dict[str, int] = {}
+    numbers = random.Random(4)
+    for _ in range(25):
+        keys = [f"k{number}" for number in numbers.sample(range(200), numbers.randint(1, 40))]
+        if numbers.random() < 0.5:
+            sizes = [size if numbers.random() < 0.7 else numbers.randrange(size) for _ in keys]
+            assert backend.set(memory.fill(keys, sizes)) == [HIT] * len(keys)
+            for key, count in zip(keys, sizes, strict=True):
+                stored.setdefault(key, count)
+        else:
+            memory.wipe()
+            batch = memory.batch(keys)
+            assert backend.get(batch) == [HIT if key in stored else MISS for key in keys]
+            for row, key in enumerate(keys):
+                if key in stored:
+                    assert batch.stored_sizes[row] == stored[key]
+                    assert memory.holds(row, key, stored[key])
+        expected = next((row for row, key in enumerate(keys) if key not in stored), len(keys))
+        assert backend.exists([keys, [], ["never", *keys]]) == [expected, 0, 0]
+    assert sorted(backend.keys()) == sorted(stored)
+    assert backend.stats()["objects"] == len(stored)
+    gone = list(stored)[:5]
+    assert backend.delete([*gone, "never"]) == 5
+    assert backend.exists([[key] for key in gone]) == [0] * 5
+    backend.clear()
+    assert backend.stats()["objects"] == 0
+    assert list(backend.keys()) == []
+
+
+def test_an_object_that_is_there_stays_as_it_is(backend: MooncakeBackend) -> None:
+    memory = Memory(4, 4096)
+    keys = ["a", "b", "c", "d"]
+    assert backend.set(memory.fill(keys[:2], writer=1)) == [HIT] * 2
+    assert backend.set(memory.fill(keys, writer=2)) == [HIT] * 4
+    memory.wipe()
+    assert backend.get(memory.batch(keys)) == [HIT] * 4
+    assert [memory.holds(row, keys[row], 4096, writer=1 + row // 2) for row in range(4)] == [True] * 4
+
+
+def test_objects_of_a_wrong_size_are_no_hits(backend: MooncakeBackend) -> None:
+    big, small = Memory(3, 4096), Memory(3, 1024)
+    assert backend.set(big.fill(["long", "fits"], [4096, 1024])) == [HIT] * 2
+    # An object that is shorter than a header, as another program might have left it.
+    scrap = np.ones(HEADER // 2, np.uint8)
+    assert backend._store.put("scrap", scrap.tobytes()) == 0
+    batch = small.batch(["long", "fits", "scrap"])
+    assert backend.get(batch) == [PageStatus.CORRUPT, HIT, PageStatus.CORRUPT]
+    assert small.holds(1, "fits", 1024)
+
+
+def test_bodies_that_do_not_fit_into_the_bounce_are_refused(servers: tuple[Master, Owner]) -> None:
+    master, owner = servers
+    backend = opened(master, client=owner.address, bounce="64KiB")
+    memory = Memory(1, 1 << 16)
+    with pytest.raises(StorageError, match="bounce=65536"):
+        backend.set(memory.fill(["a"]))
+    backend.close()
+
+
+def test_calls_without_objects(backend: MooncakeBackend) -> None:
+    memory = Memory(1, 16)
+    assert backend.set(memory.fill([])) == []
+    assert backend.get(memory.batch([])) == []
+    assert backend.exists([]) == []
+    assert backend.exists([[], []]) == [0, 0]
+    assert backend.delete([]) == 0
+    backend.register(memoryview(b""))
+
+
+def test_another_process_reads_what_this_one_wrote(servers: tuple[Master, Owner]) -> None:
+    master, _ = servers
+    backend = opened(master)
+    backend.clear()
+    memory = Memory(32, 128 << 10)
+    mine = [f"mine-{row}" for row in range(32)]
+    theirs = [f"theirs-{row}" for row in range(32)]
+    assert backend.set(memory.fill(mine, writer=1)) == [HIT] * 32
+    reader = peer(url(master), "get", memory.size, 1, *mine, "never")
+    writer = peer(url(master), "set", memory.size, 2, *theirs)
+    assert said(reader) == ["hit"] * 32 + ["miss"]
+    assert said(writer) == ["hit"] * 32
+    memory.wipe()
+    assert backend.get(memory.batch(theirs)) == [HIT] * 32
+    assert all(memory.holds(row, key, memory.size, writer=2) for row, key in enumerate(theirs))
+    backend.close()
+
+
+def test_of_two_writers_of_a_key_the_first_wins_and_nothing_is_mixed(servers: tuple[Master, Owner]) -> None:
+    master, _ = servers
+    backends = [opened(master), opened(master)]
+    backends[0].clear()
+    memories = [Memory(16, 256 << 10) for _ in backends]
+    for turn in range(6):
+        keys = [f"{turn}-{row}" for row in range(16)]
+        batches = [memory.fill(keys, writer=number) for number, memory in enumerate(memories)]
+        statuses: list[list[PageStatus]] = [[], []]
+        start = threading.Barrier(2)
+
+        def write(number: int, *, start=start, statuses=statuses, batches=batches) -> None:
+            start.wait()
+            statuses[number] = backends[number].set(batches[number])
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert statuses == [[HIT] * 16] * 2
+        memories[0].wipe()
+        assert backends[1].get(memories[0].batch(keys)) == [HIT] * 16
+        for row, key in enumerate(keys):
+            assert any(memories[0].holds(row, key, 256 << 10, writer) for writer in range(2))
+    for backend in backends:
+        backend.close()
+
+
+def test_without_force_objects_in_use_stay_for_the_lease(servers: tuple[Master, Owner]) -> None:
+    master, _ = servers
+    backend = opened(master, force=0)
+    backend.clear()
+    memory = Memory(2, 4096)
+    backend.set(memory.fill(["a", "b"]))
+    assert backend.exists([["a", "b"]]) == [2]
+    assert backend.delete(["a", "b", "never"]) == 0
+    assert backend.exists([["a", "b"]]) == [2]
+    backend.clear()
+    assert backend.exists([["a", "b"]]) == [0]
+    backend.close()
+
+
+def test_a_segment_of_this_process_goes_with_it() -> None:
+    with Master() as master:
+        owner = opened(master, segment="64MiB")
+        other = opened(master)
+        memory = Memory(4, 64 << 10)
+        keys = ["a", "b", "c", "d"]
+        assert other.set(memory.fill(keys)) == [HIT] * 4
+        memory.wipe()
+        assert owner.get(memory.batch(keys)) == [HIT] * 4
+        assert all(memory.holds(row, key, memory.size) for row, key in enumerate(keys))
+        owner.close()
+        assert other.get(memory.batch(keys)) == [MISS] * 4
+        assert other.set(memory.fill(["e"])) == [FULL]
+        other.close()
+
+
+def test_a_full_segment_drops_writes_and_loses_nothing_else() -> None:
+    with Master() as master, Owner(master, megabytes=48) as _:
+        backend = opened(master)
+        memory = Memory(16, 1 << 20)
+        kept = []
+        seen: set[PageStatus] = set()
+        for turn in range(10):
+            keys = [f"{turn}-{row}" for row in range(16)]
+            started = time.monotonic()
+            statuses = backend.set(memory.fill(keys))
+            assert time.monotonic() - started < LIMIT
+            seen |= set(statuses)
+            kept += [key for key, status in zip(keys, statuses, strict=True) if status is HIT]
+        assert seen == {HIT, FULL}
+        hits = 0
+        for start in range(0, len(kept), 16):
+            keys = kept[start : start + 16]
+            memory.wipe()
+            for row, status in enumerate(backend.get(memory.batch(keys))):
+                assert status in (HIT, MISS)
+                if status is HIT:
+                    assert memory.holds(row, keys[row], memory.size)
+                    hits += 1
+        assert hits > 0
+        backend.clear()
+        wait_until(lambda: backend.set(memory.fill(["again"])) == [HIT], "there is room again")
+        backend.close()
+
+
+# Faults
+
+
+def check(calls: list[Call], limit: float = LIMIT) -> None:
+    """None of the calls took longer than it may."""
+    late = [call for call in calls if call.seconds > limit]
+    assert not late, late
+
+
+def failing(count: int) -> Callable[[list[Call]], bool]:
+    """So many calls have failed."""
+    return lambda calls: sum(call.failed for call in calls) >= count
+
+
+@pytest.mark.parametrize("fault", ["master killed", "master frozen", "owner killed", "owner frozen"])
+def test_faults_are_misses_within_the_deadline_and_pass_by_themselves(fault: str) -> None:
+    who, what = fault.split()
+    with ExitStack() as stack:
+        master = stack.enter_context(Master("--client_ttl=3"))
+        owner = stack.enter_context(Owner(master))
+        backend = opened(master)
+        callers = [Caller(backend, name) for name in ("one", "two")]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.works()
+        victim = master if who == "master" else owner
+        if what == "killed":
+            victim.kill()
+        else:
+            victim.freeze()
+        for caller in callers:
+            caller.wait_for(f"calls fail with the {fault}", failing(1), 30)
+        if what == "killed":
+            victim.start()
+        else:
+            victim.thaw()
+        for caller in callers:
+            caller.works()
+        for caller in callers:
+            caller.stop()
+        # A call that is under way when the master dies takes the client 4.3 s, which nothing shortens.
+        for caller in callers:
+            check(caller.calls, 2 * 4.6 if fault == "master killed" else LIMIT)
+        backend.close()
+
+
+def test_a_master_that_comes_back_has_forgotten_everything() -> None:
+    with Master() as master, Owner(master) as _:
+        backend = opened(master)
+        memory = Memory(8, 64 << 10)
+        keys = [f"k{row}" for row in range(8)]
+        assert backend.set(memory.fill(keys)) == [HIT] * 8
+        master.kill()
+        with pytest.raises(StorageError, match="answered -900"):
+            backend.exists([keys])
+        started = time.monotonic()
+        for call in (lambda: backend.exists([keys]), lambda: backend.get(memory.batch(keys))):
+            with pytest.raises(StorageError, match="can not be reached"):
+                call()
+        assert time.monotonic() - started < LIMIT
+        master.start()
+        assert backend.get(memory.batch(keys)) == [MISS] * 8
+        wait_until(lambda: backend.set(memory.fill(keys)) == [HIT] * 8, "the owner is back")
+        memory.wipe()
+        assert backend.get(memory.batch(keys)) == [HIT] * 8
+        assert all(memory.holds(row, key, memory.size) for row, key in enumerate(keys))
+        backend.close()
+
+
+def test_a_write_whose_answer_was_lost_is_not_believed_later() -> None:
+    with Master("--put_start_discard_timeout_sec=2") as master, Owner(master) as _:
+        backend = opened(master)
+        memory = Memory(2, 64 << 10)
+        keys = ["a", "b"]
+        master.freeze()
+        with pytest.raises(StorageError, match="answered -901"):
+            backend.set(memory.fill(keys))
+        master.thaw()
+        being_written = -703
+        wait_until(lambda: backend._store.get_size("a") == being_written, "the master hears of it")
+        # It waits for the end of that write; the client's own put answers 0.
+        assert backend.set(memory.fill(keys)) == [FULL] * 2
+        assert backend.get(memory.batch(keys)) == [MISS] * 2
+        wait_until(lambda: backend.set(memory.fill(keys)) == [HIT] * 2, "it can be written again")
+        memory.wipe()
+        assert backend.get(memory.batch(keys)) == [HIT] * 2
+        assert all(memory.holds(row, key, memory.size) for row, key in enumerate(keys))
+        backend.close()
+
+
+def test_nothing_is_written_to_memory_after_a_read_has_timed_out() -> None:
+    with Master() as master, Owner(master) as owner:
+        backend = opened(master)
+        memory, other = Memory(32, 64 << 10), Memory(8, 64 << 10)
+        keys = [f"k{row}" for row in range(32)]
+        assert backend.set(memory.fill(keys)) == [HIT] * 32
+        owner.freeze()
+        started = time.monotonic()
+        statuses = backend.get(memory.batch(keys))
+        assert time.monotonic() - started < LIMIT
+        assert set(statuses) == {PageStatus.TIMEOUT}
+        memory.wipe()
+        owner.thaw()
+        wait_until(lambda: backend.get(other.batch(keys[:8])) == [HIT] * 8, "the owner answers")
+        assert all(other.holds(row, key, other.size) for row, key in enumerate(keys[:8]))
+        assert (memory.bodies == 0xEE).all()
+        assert (memory.headers == 0xEE).all()
+        backend.close()
+
+
+# Opening and closing
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("mooncake://", "write mooncake://master"),
+        ("mooncake://127.0.0.1/x", "no path"),
+        ("mooncake://127.0.0.1?colour=red", "no option 'colour'"),
+        ("mooncake://127.0.0.1?protocol=udp", "one of tcp, rdma, not 'udp'"),
+        ("mooncake://127.0.0.1?client=here", "option client must be host:port, not 'here'"),
+        ("mooncake://127.0.0.1?client=a:1&segment=1GB", "exclude each other"),
+        ("mooncake://127.0.0.1?metrics=70000", "0..65535, not '70000'"),
+    ],
+)
+def test_wrong_urls_are_refused(given: str, message: str) -> None:
+    with pytest.raises(StorageError, match=message):
+        MooncakeBackend.from_url(StorageUrl.parse(given), DEADLINE)
+
+
+def test_nobody_there() -> None:
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(StorageError, match=f"master 127.0.0.1:{port} can not be reached"):
+        MooncakeBackend.from_url(StorageUrl.parse(f"mooncake://127.0.0.1:{port}"), DEADLINE)
+    with pytest.raises(StorageError, match=f"client 127.0.0.1:{port} can not be reached"):
+        MooncakeBackend.from_url(
+            StorageUrl.parse(f"mooncake://127.0.0.1:1?client=127.0.0.1:{port}"), DEADLINE
+        )
+    assert time.monotonic() - started < LIMIT
+
+
+def test_a_master_that_hangs_while_it_is_attached() -> None:
+    with Master() as master:
+        master.freeze()
+        started = time.monotonic()
+        with pytest.raises(StorageError, match="answered -"):
+            MooncakeBackend.from_url(StorageUrl.parse(url(master)), DEADLINE)
+        assert time.monotonic() - started < 2 * DEADLINE
+        master.thaw()
+        MooncakeBackend.from_url(StorageUrl.parse(url(master)), DEADLINE).close()
+
+
+def test_without_the_http_port_there_are_no_keys_and_no_numbers(servers: tuple[Master, Owner]) -> None:
+    master, owner = servers
+    for port, message in ((0, "add metrics="), (owner.port, "set metrics="), (free_port(), "set metrics=")):
+        backend = MooncakeBackend.from_url(StorageUrl.parse(url(master, metrics=port)), DEADLINE)
+        with pytest.raises(StorageError, match=message):
+            backend.keys()
+        with pytest.raises(StorageError, match=message):
+            backend.stats()
+        backend.close()
+
+
+def test_what_the_environment_says_stays(
+    servers: tuple[Master, Owner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "700")
+    MooncakeBackend.from_url(StorageUrl.parse(url(servers[0])), DEADLINE).close()
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "700"
+    assert "MC_RPC_TIMEOUT_MS=700 is set in the environment" in caplog.text
+
+
+def test_after_its_end_every_call_is_refused(backend: MooncakeBackend) -> None:
+    memory = Memory(1, 16)
+    batch = memory.fill(["a"])
+    backend.close()
+    backend.close()
+    calls: list[Callable[[], object]] = [
+        lambda: backend.set(batch),
+        lambda: backend.get(batch),
+        lambda: backend.exists([["a"]]),
+        lambda: backend.exists([]),
+        lambda: backend.delete(["a"]),
+        lambda: backend.delete([]),
+        lambda: backend.keys(),
+        lambda: backend.stats(),
+        lambda: backend.clear(),
+        lambda: backend.register(memoryview(bytearray(16))),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_close_waits_for_calls_that_run() -> None:
+    with Master() as master, Owner(master) as _:
+        backend = opened(master)
+        caller = Caller(backend, "caller")
+        caller.start()
+        caller.works()
+        master.freeze()
+        caller.wait_for("calls fail", failing(1), 30)
+        backend.close()
+        # The caller meets the end in the middle of its work; a client used after its close would kill us all.
+        with pytest.raises(ClosedError):
+            caller.stop()
+        assert caller.wrong == 0
+
+
+def test_threads_and_descriptors_go_with_the_backend(servers: tuple[Master, Owner]) -> None:
+    master, owner = servers
+
+    def use(**options: object) -> tuple[int, int]:
+        backend = opened(master, **options)
+        memory = Memory(4, 64 << 10)
+        backend.set(memory.fill(["a", "b", "c", "d"]))
+        backend.get(memory.batch(["a", "b", "c", "d"]))
+        backend.close()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    # The client has threads and descriptors of the process, which it makes at its first use.
+    for options in ({}, {"client": owner.address}):
+        before = [use(**options) for _ in range(2)][-1]
+        after = [use(**options) for _ in range(3)][-1]
+        assert after == before
+
+
+def test_the_content_of_the_tests_tells_objects_apart() -> None:
+    whole = content("a", 100)
+    assert len(whole) == HEADER + 100
+    assert not (whole == content("b", 100)).all()
+    assert not (whole == content("a", 100, writer=1)).all()
