@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 
 from unified_cache import __version__
-from unified_cache.cli import demo, replay
+from unified_cache.cli import demo, doctor, replay, storage
 from unified_cache.errors import ArgumentError, UnifiedCacheError
 
 __all__ = ["main"]
 
-_COMMANDS = (demo, replay)
+_COMMANDS = (demo, replay, storage, doctor)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,7 +29,15 @@ import numpy.typing as npt
 from unified_cache._native import object_checksums
 from unified_cache.storage.contract import PageStatus
 
-__all__ = ["HEADER_BYTES", "MOST_KEY_BYTES", "VERSION", "CheckedObject", "check_objects", "write_headers"]
+__all__ = [
+    "HEADER_BYTES",
+    "MOST_KEY_BYTES",
+    "VERSION",
+    "CheckedObject",
+    "check_objects",
+    "page_bytes_of",
+    "write_headers",
+]
 
 VERSION = 2
 HEADER_BYTES = 192
@@ -149,6 +157,12 @@ def check_objects(
         else:
             checked.append(CheckedObject(PageStatus.HIT, codec))
     return checked
+
+
+def page_bytes_of(headers: _Bytes) -> list[int]:
+    """Bytes of the pages that these headers speak of; of what is no header, any number."""
+    sizes: list[int] = headers.view(_HEADER).reshape(-1)["page"].tolist()
+    return sizes
 
 
 def _name(key: str) -> bytes:
