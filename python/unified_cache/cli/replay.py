@@ -8,13 +8,10 @@ one after the other with one cache. Sizes are in blocks of the trace.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from unified_cache._native import PrefixTree
+from unified_cache.cli.progress import bar
 from unified_cache.errors import ArgumentError
 from unified_cache.replay import Settings, read_trace, replay
 from unified_cache.replay.traces import MAX_LENGTH
@@ -109,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         read_trace(path, block_size=arguments.block_size, skip_bad=arguments.skip_bad)
         for path in arguments.traces
     ]
-    shown = not (arguments.quiet or arguments.json) and sys.stderr.isatty()
-    with _bar(sum(len(trace) for trace in traces), shown) as progress:
+    shown = not (arguments.quiet or arguments.json)
+    with bar(sum(len(trace) for trace in traces), "requests", shown) as progress:
         report = replay(traces, settings, progress=progress)
     print(json.dumps(report.to_json()) if arguments.json else report.to_text())
     return 0
@@ -133,18 +130,3 @@ def _option(text: str) -> tuple[str, int]:
         return name, int(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{name}: {value!r} is not a whole number") from None
-
-
-@contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[int], object] | None]:
-    """A progress bar over requests, if one is wanted and tqdm (the extra `cli`) is there."""
-    try:
-        tqdm = importlib.import_module("tqdm") if shown else None
-    except ImportError:
-        print("unified-cache: pip install 'unified-cache[cli]' shows a progress bar here", file=sys.stderr)
-        tqdm = None
-    if tqdm is None:
-        yield None
-        return
-    with tqdm.tqdm(total=total, unit=" requests", leave=False) as bar:
-        yield bar.update
