@@ -261,12 +261,14 @@ class StorageGuard:
                 self.object_bytes,
                 tuple(self._codecs),
             )
+            total = 0
             for at, found in zip(read, checked, strict=True):
                 statuses[at] = found.status
                 if found.status is PageStatus.HIT:
-                    self._counts.add("storage_read_bytes", stored[at] + HEADER_BYTES)
+                    total += stored[at] + HEADER_BYTES
                     if not self._decompress(found.codec, bodies[at], stored[at]):
                         statuses[at] = PageStatus.CORRUPT
+            self._counts.add("storage_read_bytes", total)
         damaged = [key for key, status in zip(keys, statuses, strict=True) if status is PageStatus.CORRUPT]
         if damaged:
             # Out of the way, so that they are written again when they were computed again.
