@@ -2,7 +2,7 @@
 
     python benches/storage_guard.py [URL ...]
 
-Transfers are warm: of a disk they come out of the system's cache, so their cost there is that at memory speed.
+Transfers are warm: of a disk they come out of the system's cache, so the cost is that at memory speed.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def measure(url: str, size: int, pages: int) -> str:
     read, raw = statistics.median(with_guard), statistics.median(alone)
     header, write = statistics.median(made), statistics.median(written)
     return (
-        f"{url.partition(':')[0]:>8} {pages:4} x {size >> 10:5} KiB  get {pages * size / raw / 1e9:6.2f} GB/s "
-        f"+{100 * (read / raw - 1):5.1f} %   set {pages * size / write / 1e9:6.2f} GB/s "
+        f"{url.partition(':')[0]:>8} {pages:4} x {size >> 10:5} KiB  "
+        f"get {pages * size / raw / 1e9:6.2f} GB/s +{100 * (read / raw - 1):5.1f} %   set {pages * size / write / 1e9:6.2f} GB/s "
         f"+{100 * header / write:5.1f} %"
     )
 
