@@ -61,10 +61,11 @@ def measure(url: str, size: int, pages: int) -> str:
     backend.close()
     read, raw = statistics.median(with_guard), statistics.median(alone)
     header, write = statistics.median(made), statistics.median(written)
+    name, moved = url.partition(":")[0], pages * size / 1e9
     return (
-        f"{url.partition(':')[0]:>8} {pages:4} x {size >> 10:5} KiB  "
-        f"get {pages * size / raw / 1e9:6.2f} GB/s +{100 * (read / raw - 1):5.1f} %   set {pages * size / write / 1e9:6.2f} GB/s "
-        f"+{100 * header / write:5.1f} %"
+        f"{name:>8} {pages:4} x {size >> 10:5} KiB  "
+        f"get {moved / raw:6.2f} GB/s +{100 * (read / raw - 1):5.1f} %  "
+        f"set {moved / write:6.2f} GB/s +{100 * header / write:5.1f} %"
     )
 
 

@@ -35,6 +35,7 @@ from tests.cache.support import (
     _digests,
     assert_nothing_held,
     chance,
+    compute,
     make_cache,
     page_content,
     read_page,
@@ -149,17 +150,20 @@ class Episode:
             self.failing = chance(rng, 0.3)
             if self.failing:
                 self.copies.fail = lambda handle: chance(rng, 0.1)
-        if self.stored and chance(rng, 0.5):
-            self.store.fault = self.fault
         self.io = with_manual_threads(self.cache) if self.stored else ()
         self.inside = 0  # calls of the store that have not returned
-        if self.stored:
-            self.store.before = self.meanwhile
         self.requests: list[Request] = []
         self.pins: list[Any] = []
+        self.prompts: list[np.ndarray] = []
         self.own_locks: list[Any] = []
         self.weights = 0
         self.before = self.cache.stats()
+        if self.stored:
+            if chance(rng, 0.7):
+                self.fill_storage()
+            if chance(rng, 0.5):
+                self.store.fault = self.fault
+            self.store.before = self.meanwhile
 
     def fault(self) -> str | None:
         return (
@@ -167,6 +171,30 @@ class Episode:
             if chance(self.rng, 0.2)
             else None
         )
+
+    def fill_storage(self) -> None:
+        """What an earlier process has stored."""
+        assert self.copies is not None
+        fail, self.copies.fail = self.copies.fail, lambda handle: False
+        for conversation in range(5):
+            tokens = np.arange(9 * PAGE) + 1000 * conversation
+            request = self.cache.begin(tokens, **self.rng.choice(NAMESPACES))
+            try:
+                request.extend()
+            except CapacityError:
+                request.abort()
+                continue
+            compute(request)
+            request.finish()
+            self.cache.evict(100)
+            for _ in range(3):
+                self.cache.tick()
+                self.copies.run_all()
+                self.cache.tick()
+                for threads in self.io:
+                    threads.drain()
+        self.cache.reset()
+        self.copies.fail = fail
 
     def meanwhile(self, call: str) -> None:
         """What else happens while a call of the store runs: anything."""
@@ -181,13 +209,16 @@ class Episode:
         self.inside -= 1
 
     def prompt(self) -> np.ndarray:
-        """Conversations that share beginnings and part somewhere."""
+        """Conversations that share beginnings and part somewhere; some come again."""
         rng = self.rng
+        if self.prompts and chance(rng, 0.5):
+            return rng.choice(self.prompts)
         length = rng.randrange(1, 9 * PAGE)
         tokens = np.arange(length) + 1000 * rng.choice((0, 0, 0, 1, 1, 2, 3, 4))
         if length > 1 and chance(rng, 0.5):
             at = rng.randrange(length)
             tokens[at:] += 100 * rng.randrange(1, 3)
+        self.prompts = [*self.prompts[-7:], tokens]
         return tokens
 
     # Forwards
@@ -259,6 +290,11 @@ class Episode:
         request = rng.choice(self.requests)
         if chance(rng, 0.08):
             self.drop(request)
+            return
+        if request._prefetch is not None and self.io and chance(rng, 0.7):
+            # It waits for storage a little longer.
+            self.cache.tick()
+            self.io[1].run()
             return
         try:
             if request.retracted:
@@ -368,9 +404,18 @@ class Episode:
                 if chance(rng, 0.5):
                     self.copies.run(direction)
 
+    def only_in_storage(self) -> None:
+        """Device and host lose what nobody holds."""
+        self.cache.evict(100)
+        host = self.cache._host_pages
+        assert host is not None
+        self.cache._controller.make_host_room(host.free_pages + self.cache.tree.host_tokens // PAGE)
+
     def step(self) -> None:
         kind = self.rng.random()
-        if kind < 0.15:
+        if self.stored and chance(self.rng, 0.04):
+            self.only_in_storage()
+        elif kind < 0.15:
             self.begin()
         elif kind < 0.50:
             self.advance()
