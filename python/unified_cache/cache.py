@@ -338,8 +338,8 @@ class UnifiedCache:
     def alloc(self, num_pages: int) -> Pages:
         """Take device pages, evicting for what is short.
 
-        Waits only where the pages come out of copies under way, such as write-backs, and for each of them no
-        longer than `CacheConfig.alloc_wait`.
+        Waits only if there is not enough without the copies under way, whose end may let pages go, as that of
+        write-backs does, and for each of them no longer than `CacheConfig.alloc_wait`.
 
         Raises:
             ArgumentError: not an integer, or a negative one.
@@ -715,7 +715,8 @@ class UnifiedCache:
         prefetch = self._storage.start(tokens, anchor, extra_key, cache_salt)
         if prefetch is not None and self.config.write_policy != "write_back":
             # Under write_through nothing on host hangs below a node that is not there.
-            self._controller.want_backup([anchor])
+            # So it must be on its way there when the first pages have been read.
+            self._controller.want_backup([anchor], now=True)
         return prefetch
 
     def _prefetch_over(self, prefetch: Prefetch) -> bool:

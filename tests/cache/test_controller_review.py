@@ -12,11 +12,13 @@ import torch
 from tests.cache.support import (
     PAGE,
     LateCopies,
+    MemoryStore,
     assert_nothing_held,
     assert_served,
     compute,
     make_cache,
     toks,
+    with_manual_storage,
 )
 from tests.cache.test_controller import Forward, late, loading, on_host, put
 from unified_cache import ArgumentError, CopyError, LockError, UnifiedCache
@@ -293,7 +295,62 @@ def test_a_flush_ends_although_a_failed_backup_leaves_no_room_for_others() -> No
     assert_nothing_held(cache)
 
 
+# Storage
+
+
+def test_what_a_prefetch_hangs_below_goes_to_host_before_everything_that_waits() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cache, _ = late(64, storage=folder, prefetch_threshold=0, prefetch_policy="wait_complete")
+        writes, reads = with_manual_storage(cache, MemoryStore())
+        put(cache, 0, 4)
+        while not cache._controller.idle:
+            cache._controller.take_done(wait=True)
+            cache.tick()
+        writes.drain()
+        cache.tick()
+        cache.reset()
+        for start in range(500, 2500, 100):
+            put(cache, start)
+        cache.tick()
+        put(cache, 0, 2)  # waits behind these, of which there are too many already
+        request = cache.begin(toks(4 * PAGE + 1))
+        for _ in range(3):
+            cache.tick()
+            reads.drain()
+        cache.tick()
+        assert request.load_back() == 2 * PAGE
+        assert request.storage_hit_length == 2 * PAGE
+        request.abort()
+        while not (cache._controller.idle and cache._storage.idle):  # type: ignore[union-attr]
+            writes.drain()
+            reads.drain()
+            cache._controller.take_done(wait=True)
+            cache.tick()
+        assert_nothing_held(cache)
+        cache.close()
+
+
 # Errors leave nothing behind
+
+
+@pytest.mark.parametrize("direction", ["backup", "load"])
+def test_a_submission_that_is_interrupted_is_a_copy_that_failed(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, copies = late()
+    on_host(cache, range(0, 100, 100))
+
+    def interrupt(*arguments: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    request = loading(cache, 0)
+    put(cache, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, f"submit_{direction}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.tick()
+    request.abort()
+    assert_nothing_held(cache)
 
 
 def test_a_begin_that_fails_holds_nothing() -> None:

@@ -83,6 +83,8 @@ class CacheController:
         self.layer_done = None if copies is None else LayerDoneCounter(copies.new_layer_events)
         # Nodes that the write policy wants on host, in the order in which it said so.
         self._wanted: dict[int, None] = {}
+        # Those of them that something else needs there, and that wait for nothing.
+        self._wanted_now: dict[int, None] = {}
         self._backup_pages = 0  # of backups under way, which keep their nodes locked on device
         self._queues = {"backup": OperationQueue(), "load": OperationQueue()}
         self._open: set[CacheOperation] = set()
@@ -106,7 +108,7 @@ class CacheController:
     @property
     def idle(self) -> bool:
         """Nothing is wanted, nothing is under way."""
-        return not (self._wanted or self._open or self._quarantine)
+        return not (self._wanted or self._wanted_now or self._open or self._quarantine)
 
     def tick(self, most_failures: int | None = None) -> None:
         """Take what has ended, try again what has failed, and submit what waits. Never waits itself.
@@ -167,18 +169,25 @@ class CacheController:
 
     # Device to host
 
-    def want_backup(self, nodes: Sequence[int]) -> None:
-        """Back these nodes up with the next submission."""
+    def want_backup(self, nodes: Sequence[int], *, now: bool = False) -> None:
+        """Back these nodes up with the next submission that has room for them.
+
+        Args:
+            nodes: ancestors first.
+            now: with the next one, however many pages are on their way already.
+        """
         if self._host is not None:
-            self._wanted.update(dict.fromkeys(nodes))
+            (self._wanted_now if now else self._wanted).update(dict.fromkeys(nodes))
 
     def begin_backups(self) -> None:
         """Begin what is wanted; what finds no room on host is given up."""
-        if not self._wanted or self._host is None:
+        if self._host is None or not (self._wanted or self._wanted_now):
             return
-        nodes = self._first_wanted()
-        for node in nodes:
+        first = self._first_wanted()
+        for node in first:
             del self._wanted[node]
+        nodes = [*self._wanted_now, *first]
+        self._wanted_now.clear()
         while nodes:
             plan = self._plan_backup(self._host, nodes)
             if plan is not None:
@@ -369,8 +378,8 @@ class CacheController:
     def alloc(self, num_pages: int) -> Pages:
         """Take device pages, evicting for what is short.
 
-        Waits only for copies under way, only if their pages are needed (those of write-back victims, and
-        those of nodes that can not be evicted before their backup has ended), and no longer than
+        Waits only for copies under way, only if there is not enough without them, since the end of each may
+        let pages go (those of write-back victims, those of nodes that it keeps on device), and no longer than
         `wait_seconds` for each.
 
         Raises:
@@ -528,10 +537,13 @@ class CacheController:
         try:
             submit = self._submit_load if direction == "load" else self._submit_backup
             handle = submit(self._copies, self.layer_done, *merge(parts))
-        except Exception as error:  # what was not submitted must not be lost: it has failed like any copy
+        except BaseException as error:  # what was not submitted must not be lost: it has failed like any copy
             self._counters.failed_copies += 1
+            known = error if isinstance(error, Exception) else CopyError(f"interrupted by {error!r}")
             for part in parts:
-                self._arrived(part, error)
+                self._arrived(part, known)
+            if known is not error:
+                raise
             return True
         self._running[handle] = parts
         for part in parts:
@@ -546,8 +558,8 @@ class CacheController:
         layers = layer_done.events(producer)
         try:
             handle = copies.submit_load(device_pages, host_pages, after=after, layers=layers)
-        except Exception as error:
-            layers.fail(error)
+        except BaseException as error:
+            layers.fail(error if isinstance(error, Exception) else CopyError(f"interrupted by {error!r}"))
             raise
         self._sets[handle] = producer
         self._counters.load_copies += 1
@@ -664,6 +676,7 @@ class CacheController:
         self._sets.clear()
         self._writes_running = 0
         self._wanted.clear()
+        self._wanted_now.clear()
         self._backup_pages = 0
         for queue in self._queues.values():
             queue.clear()
