@@ -389,7 +389,7 @@ class Request:
                 longer = tree.inc_lock_ref(match.last_device_node)
                 tree.dec_lock_ref(lock)
                 lock = longer
-            own, load = self._retracted.come_back()
+            own, load = self._retracted.come_back(priority=self._priority)
         except BaseException:
             tree.dec_lock_ref(lock)
             raise

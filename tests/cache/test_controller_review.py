@@ -275,6 +275,24 @@ def test_a_forward_of_a_request_that_is_not_on_device_is_refused(how: Any) -> No
     assert_nothing_held(cache)
 
 
+def test_what_comes_back_comes_by_the_priority_of_its_request() -> None:
+    cache, copies = late(64, copy_pages=2)
+    on_host(cache, range(0, 100, 100))
+    urgent = cache.begin(toks(2 * PAGE, 900), priority=5)
+    urgent.extend()
+    compute(urgent)
+    urgent.retract()
+    assert cache.flush(30)
+    other = loading(cache, 0)
+    urgent.resume()
+    cache.tick()
+    (first,) = copies.queues["load"]
+    assert first.device_pages.tolist() == urgent.pages.tolist()
+    urgent.abort()
+    other.abort()
+    assert_nothing_held(cache)
+
+
 # Loops
 
 
