@@ -5,6 +5,7 @@ A request keeps the order of calls right, and gives back exactly what it took, o
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from unified_cache.controller.retracted import RetractedPages
 from unified_cache.errors import ArgumentError, CapacityError, LockError
+from unified_cache.pools.allocator import as_count
 
 if TYPE_CHECKING:
     from unified_cache._native import HostLockReceipt, LockReceipt, Match
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from unified_cache.controller.operations import CacheOperation
     from unified_cache.controller.storage import Prefetch
 
-__all__ = ["Request", "as_tokens"]
+__all__ = ["Request", "as_priority", "as_tokens"]
 
 _TOP = 2**32 - 1
+_PRIORITIES = range(-(2**63), 2**63)
 
 
 def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
@@ -42,6 +45,21 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         at = int(outside.argmax())
         raise ArgumentError(f"token {at} is {given[at]}, allowed is 0..{_TOP}")
     return given.astype(np.uint32)
+
+
+def as_priority(priority: Any) -> int:
+    """A priority as the tree and the queues of copies take it.
+
+    Raises:
+        ArgumentError: not an integer, or one that is out of range.
+    """
+    try:
+        number = operator.index(priority)
+    except TypeError:
+        number = None
+    if number is None or number not in _PRIORITIES:
+        raise ArgumentError(f"priority must be an integer in -2**63..2**63-1, not {priority!r}")
+    return number
 
 
 class Request:
@@ -81,7 +99,7 @@ class Request:
         self._page_size = cache.page_size
         self._extra_key = extra_key
         self._cache_salt = cache_salt
-        self._priority = priority
+        self._priority = as_priority(priority)
         self._tokens = tokens
         self._length = len(tokens)
         # At least one token of the prompt is left to compute.
@@ -106,13 +124,19 @@ class Request:
         self._storage_hit = 0
         match = self._match()
         self._host_hit = match.host_hit_length
-        cache._retry_storage(match.last_host_node)
-        if self._usable > match.device_length + match.host_hit_length:
-            self._prefetch = cache._start_prefetch(
-                tokens[match.device_length + match.host_hit_length : self._usable],
-                match.last_host_node,
-                extra_key,
-                cache_salt,
+        try:
+            self._ask_storage(match)
+        except BaseException:
+            self._unlock()  # nobody gets to see this request, so nobody else can
+            raise
+
+    def _ask_storage(self, match: Match) -> None:
+        """Try again to write what is there, and begin to read what is not."""
+        self._cache._retry_storage(match.last_host_node)
+        known = match.device_length + match.host_hit_length
+        if self._usable > known:
+            self._prefetch = self._cache._start_prefetch(
+                self._tokens[known : self._usable], match.last_host_node, self._extra_key, self._cache_salt
             )
 
     # What is there
@@ -197,8 +221,14 @@ class Request:
 
         Args:
             quota: the most tokens that may be loaded; None: no limit.
+
+        Raises:
+            ArgumentError: a quota that is not an integer, or a negative one.
+            LockError: the request computes its tokens already.
         """
         self._check()
+        if quota is not None:
+            quota = as_count(quota, "quota")
         if self._computing:
             raise LockError(
                 "load_back comes before the first extend: the request computes its tokens already"
@@ -257,7 +287,7 @@ class Request:
             computed: tokens whose K and V are in their slots; None: all.
 
         Raises:
-            ArgumentError: `computed` is more than have a slot.
+            ArgumentError: `computed` is not an integer, or more than have a slot.
             CopyError: what was computed before a `retract` could not be copied back; only `abort` is left.
         """
         self._check()
@@ -268,9 +298,13 @@ class Request:
         ready = self._length if self._computing else self.device_length
         if computed is None:
             computed = ready
-        if not 0 <= computed <= ready:
-            raise ArgumentError(f"computed must be an integer in 0..{ready}, not {computed}")
-        computed = max(computed, self.device_length)
+        try:
+            count = operator.index(computed)
+        except TypeError:
+            count = -1
+        if not 0 <= count <= ready:
+            raise ArgumentError(f"computed must be an integer in 0..{ready}, not {computed!r}")
+        computed = max(count, self.device_length)
         cache, whole = self._cache, computed // self._page_size
         inserted = cache._insert(
             self._tokens[:computed],
@@ -355,7 +389,7 @@ class Request:
                 longer = tree.inc_lock_ref(match.last_device_node)
                 tree.dec_lock_ref(lock)
                 lock = longer
-            own, load = self._retracted.come_back()
+            own, load = self._retracted.come_back(priority=self._priority)
         except BaseException:
             tree.dec_lock_ref(lock)
             raise
