@@ -284,8 +284,8 @@ def test_case_8_a_cut_while_the_copy_to_host_is_under_way(
 ) -> None:
     """Fault: what is remembered of the copy names the lower part only: A's first pages are never stored.
 
-    Right: storage holds all 4 page keys of A, a new query answers 16 tokens, both parts count as backed up, and
-    the host's Stored events cover 4 pages, however often and whenever it was cut.
+    Right: storage holds all 4 page keys of A, a new query answers 16 tokens, both parts count as backed up,
+    and the host's Stored events cover 4 pages, however often and whenever it was cut.
     """
     cache, store, writes, reads = with_storage(tmp_path, 32, 16, events=True)
     with cache:
@@ -369,8 +369,8 @@ def test_case_9_a_cut_while_storage_reads_in_place(
 ) -> None:
     """Fault: the upper part has no host lock: its pages are given to others while storage reads them.
 
-    Right: all parts are locked alike, the host gives none of them away until the write has ended, what is stored is
-    what was there, and after that no lock is left.
+    Right: all parts are locked alike, the host gives none of them away until the write has ended, what is
+    stored is what was there, and after that no lock is left.
     """
     cache, store, writes, reads = with_storage(tmp_path, 16, 4)
     with cache:
@@ -475,10 +475,10 @@ def test_case_19_a_hit_on_host_is_kept_while_others_store(
 ) -> None:
     """Fault: between look-up and load somebody stores, and evicts what was found: the load finds less.
 
-    Right: B's store is refused without an error, and the load brings all 4 pages with A's bytes; after a cancel
-    instead, no pin is left and B's store succeeds.
+    Right: B's store is refused without an error, and the load brings all 4 pages with A's bytes; after a
+    cancel instead, no pin is left and B's store succeeds.
     """
-    cache, store, writes, reads = with_storage(tmp_path, 16, 4)
+    cache, _, writes, reads = with_storage(tmp_path, 16, 4)
     with cache:
         put(cache, toks(8, 9000))
         settle(cache, writes, reads)
@@ -561,8 +561,8 @@ def test_case_22_a_victim_without_room_is_dropped(
 ) -> None:
     """Fault: no room for the copy, and the node is turned into one on host all the same: with neither copy.
 
-    Right, and always the same: it is dropped, its 2 device pages are free at once, 8 dropped tokens are counted, and
-    a match of it is 0. Where one page is enough, only the last one goes.
+    Right, and always the same: it is dropped, its 2 device pages are free at once, 8 dropped tokens count,
+    and a match of it is 0. Where one page is enough, only the last one goes.
     """
     with make(4, 2, write_policy="write_back", pin_share=1.0) as cache:
         put(cache, toks(8, 100))
@@ -605,8 +605,8 @@ def test_case_22_a_victim_without_room_is_dropped(
 def test_case_31_completions_from_before_a_reset(tmp_path: Path, held: str, release: str) -> None:
     """Fault: a completion from before the reset publishes old blocks, or their memory while others use it.
 
-    Right: it only frees its pages. After reset a match is 0 and everything is free; a new put and a match give
-    4 blocks with its own bytes, whenever the old one ends.
+    Right: it only frees its pages. After reset a match is 0 and everything is free; a new put and a match
+    give 4 blocks with its own bytes, whenever the old one ends.
     """
     cache, store, writes, reads = with_storage(tmp_path, 8, 8, events=True)
     mirror = Mirror()
@@ -746,8 +746,8 @@ def test_case_31_aborted_requests_store_nothing_unless_asked(policy: str | None,
 def test_case_35_copies_of_what_the_device_has_make_room(tmp_path: Path, order: str, pages: int) -> None:
     """Fault: the first two prefixes fill the host as mirrors of the device; the others are never stored.
 
-    Right: such copies can go: storage ends with 64 tokens, a prefetch of 8 tokens gets its room, and what is on
-    device does not change.
+    Right: such copies can go: storage ends with 64 tokens, a prefetch of 8 tokens gets its room, and what is
+    on device does not change.
     """
     cache, store, writes, reads = with_storage(tmp_path, 16, 4, host_order=order)
     with cache:
@@ -833,9 +833,9 @@ def test_case_36_a_host_pool_that_is_all_in_use(
 ) -> None:
     """Fault: waits for room on the thread that alone could make some: for ever.
 
-    Right: 'no room' at once, which the caller turns into a miss; after the readers let go the same call succeeds.
+    Right: 'no room' at once, which the caller turns into a miss; once the readers let go the call succeeds.
     """
-    cache, store, writes, reads = with_storage(tmp_path, 16, 4, pin_share=1.0)
+    cache, _, writes, reads = with_storage(tmp_path, 16, 4, pin_share=1.0)
     with cache:
         put(cache, toks(8, 9000))
         settle(cache, writes, reads)
@@ -945,11 +945,11 @@ def test_case_37_counters_only_go_up_and_add_up(
 ) -> None:
     """Fault: the gauge shows the last batch only: 0 after a health probe.
 
-    Right: 900 hit tokens of 1,050 asked, split by tier; batches of no tokens change nothing, and a reset takes
-    nothing back.
+    Right: 900 hit tokens of 1,050 asked, split by tier; batches of no tokens change nothing, and a reset
+    takes nothing back.
     """
     device, host, storage = tiers
-    cache, store, writes, reads = with_storage(tmp_path, 300, 600)
+    cache, _, writes, reads = with_storage(tmp_path, 300, 600)
     with cache:
         # Put there by single steps, which are no requests.
         total = sum(tiers)
@@ -1194,11 +1194,10 @@ def test_case_55_the_command_line_fails(
         json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}) + "\n"
     )
 
-    def status(arguments: list[str]) -> int:
+    def status(arguments: list[str]) -> object:
         try:
             return main(["replay", str(trace), *arguments])
         except SystemExit as left:
-            assert isinstance(left.code, int)
             return left.code
 
     assert status(wrong) == 2
