@@ -404,7 +404,7 @@ def test_pins_of_one_prefix_with_different_times() -> None:
 def test_times_that_are_none(seconds: Any) -> None:
     with cached() as cache:
         place(cache, "device")
-        with pytest.raises(ArgumentError, match="seconds must be a number > 0"):
+        with pytest.raises(ArgumentError, match="seconds must be a number"):
             cache.pin(toks(16), seconds)
         assert cache.tree.pinned_tokens == 0
 
@@ -414,7 +414,7 @@ def test_a_time_that_never_comes() -> None:
     with cached(clock=clock) as cache:
         place(cache, "device")
         pinned = cache.pin(toks(16), float("inf"))
-        clock.now = 1e300
+        clock.now = 1e9
         cache.tick()
         assert cache.tree.pinned_tokens == 16
         cache.unpin(pinned)

@@ -502,10 +502,11 @@ def test_case_19_a_hit_on_host_is_kept_while_others_store(
         elif how == "over quota":
             assert request.load_back(15) == 0
             assert not store_b(cache, reads)
-            request.extend()  # it computes them itself
+            request.extend()  # it computes them itself, and has no more use for what it found
+            assert store_b(cache, reads) or store_b is store_backup
         request.abort()
         settle(cache)
-        assert locks(cache, toks(16)) == {(0, 0)}
+        assert locks(cache, toks(16)) <= {(0, 0)}
         assert store_b(cache, reads) or store_b is store_backup
         if store_b is store_backup:
             # Its second hit asks again, if it was refused the first time.
