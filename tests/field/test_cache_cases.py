@@ -450,7 +450,7 @@ def store_prefetch(cache: UnifiedCache, reads: ManualWorker) -> bool:
     for _ in range(2):
         reads.drain()
         cache.tick()
-    pages = request.storage_hit_length // P
+    pages = (request.host_hit_length + request.storage_hit_length) // P
     request.abort()
     assert pages in (0, 2)
     return pages > 0
