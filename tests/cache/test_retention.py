@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cache.late import late, make_cache, settle
 from tests.cache.support import (
     PAGE,
     Clock,
-    LateCopies,
     assert_nothing_held,
     assert_served,
-    make_cache,
     serve,
     toks,
 )
@@ -32,18 +31,6 @@ def cached(pages: int = 16, **settings: Any) -> Iterator[UnifiedCache]:
     with make_cache(pages, **settings) as cache:
         yield cache
         assert_nothing_held(cache)
-
-
-def late(cache: UnifiedCache) -> LateCopies:
-    assert isinstance(cache._copies, LateCopies)
-    return cache._copies
-
-
-def settle(cache: UnifiedCache) -> None:
-    for _ in range(3):
-        cache.tick()
-        late(cache).run_all()
-    cache.tick()
 
 
 def kept(cache: UnifiedCache, tokens: np.ndarray, **names: str) -> int:

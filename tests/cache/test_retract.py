@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cache.late import late, make_cache, settle
 from tests.cache.support import (
     PAGE,
-    LateCopies,
     assert_nothing_held,
     assert_served,
     compute,
-    make_cache,
     page_content,
     read_page,
     serve,
@@ -24,18 +23,6 @@ from tests.cache.support import (
     write_page,
 )
 from unified_cache import ArgumentError, BusyError, CapacityError, CopyError, LockError, Request, UnifiedCache
-
-
-def late(cache: UnifiedCache) -> LateCopies:
-    assert isinstance(cache._copies, LateCopies)
-    return cache._copies
-
-
-def settle(cache: UnifiedCache) -> None:
-    for _ in range(4):
-        cache.tick()
-        late(cache).run_all()
-    cache.tick()
 
 
 def own_content(request: Request) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cache.late import make_cache
 from tests.cache.support import (
     PAGE,
     LateCopies,
@@ -19,7 +20,6 @@ from tests.cache.support import (
     MemoryStore,
     _digests,
     assert_nothing_held,
-    make_cache,
     page_content,
     read_page,
     toks,
