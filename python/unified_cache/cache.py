@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from unified_cache.config import CacheConfig
 from unified_cache.controller.cache_controller import MOST_FAILURES, CacheController
+from unified_cache.controller.layer_done import LayerWait
 from unified_cache.controller.recompute import LoadOrRecompute
 from unified_cache.controller.storage import Prefetch, StorageLink
 from unified_cache.counters import Counters
@@ -226,36 +227,26 @@ class UnifiedCache:
             self._counters.requests += 1
         return request
 
-    def begin_forward(self, requests: Iterable[Request]) -> None:
-        """A forward of these requests is launched next: `wait_layer` waits for what it reads and no more.
+    def begin_forward(self, requests: Iterable[Request]) -> LayerWait:
+        """A forward of these requests is launched next; returns what it waits for, layer by layer.
 
-        In place of `Request.wait`, for engines whose layers wait one by one. There is one forward at a time
-        that waits: call this after the one before has come through `wait_layer` of its last layer.
+        In place of `Request.wait`: each layer of the forward calls `LayerWait.wait_until` first, and waits
+        for what it reads and no more.
 
         Raises:
             CopyError: what one of them needs has failed to arrive; only `abort` is left for it.
             LockError: one of them has ended, is from before a reset, or was retracted.
         """
         self._check_open()
-        loads = []
+        requests = list(requests)
         for request in requests:
             request._check()
             request._check_on_device("begin_forward")
-            loads += request._loads
-        sets = self._controller.submit_loads(loads)
-        if self._controller.layer_done is not None:
-            self._controller.layer_done.set_consumer(sets)
-
-    def wait_layer(self, layer: int) -> None:
-        """Let the forward go on only when the pages of the tree that it reads hold this layer.
-
-        On a GPU the stream of the forward waits, not the caller. Can be called from any thread.
-
-        Raises:
-            CopyError: a load has failed.
-        """
-        if self._controller.layer_done is not None:
-            self._controller.layer_done.wait_until(layer)
+        sets = self._controller.submit_loads([load for request in requests for load in request._loads])
+        for request in requests:
+            request._rely_on_loads()
+        layer_done = self._controller.layer_done
+        return LayerWait() if layer_done is None else layer_done.consumer(sets)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Tell how long computing so many tokens of prompts took, for thresholds that are "auto".

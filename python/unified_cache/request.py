@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache.controller.retracted import RetractedPages
-from unified_cache.errors import ArgumentError, CapacityError, LockError
+from unified_cache.errors import ArgumentError, CapacityError, CopyError, LockError
 from unified_cache.pools.allocator import as_count
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class Request:
         self._device_lock: LockReceipt | None = None
         self._host_lock: HostLockReceipt | None = None
         self._loads: list[CacheOperation] = []  # that fill our pages, and whose end was not seen yet
+        # Loads that a forward was launched on, and how often each had failed by then.
+        self._relied_on: list[tuple[CacheOperation, int]] = []
         self._loaded_tokens = 0
         self._retracted: RetractedPages | None = None
         self._retracted_tokens = 0  # of the tree, at the front
@@ -180,7 +182,8 @@ class Request:
         Call it before a forward reads them; it costs nothing if no copy is under way.
 
         Raises:
-            CopyError: the copy failed; only `abort` is left.
+            CopyError: a copy failed. It is made again while somebody uses its pages, so this may be called
+                again.
         """
         self._check()
         controller = self._cache._controller
@@ -288,10 +291,12 @@ class Request:
 
         Raises:
             ArgumentError: `computed` is not an integer, or more than have a slot.
-            CopyError: what was computed before a `retract` could not be copied back; only `abort` is left.
+            CopyError: what was loaded for the forward, or computed before a `retract`, did not arrive; only
+                `abort` is left.
         """
         self._check()
         self._check_on_device("insert")
+        self._check_relied_on()
         if self._retracted is not None:
             # Our own pages are on their way back, and nobody may hit them before they are there.
             self.wait()
@@ -519,6 +524,21 @@ class Request:
         counters.hit_tokens_storage += from_storage
         counters.hit_tokens_host += self._loaded_tokens - from_storage
         counters.hit_tokens_device += self.device_length - self._loaded_tokens
+
+    def _rely_on_loads(self) -> None:
+        """A forward that reads what is being loaded is launched, without waiting for it here."""
+        self._relied_on += [(load, load.failures) for load in self._loads]
+
+    def _check_relied_on(self) -> None:
+        """What forwards were launched on has arrived at the first attempt: else they have read other bytes."""
+        for load, failures in self._relied_on:
+            if not load.done:
+                self._cache._controller.wait_loads([load])
+            if load.failed is not None or load.failures != failures:
+                raise CopyError(
+                    f"the load copy of {load.pages} pages failed under a forward: {load.failed}"
+                )
+        self._relied_on = []
 
     def _prefill_ended(self, computed: int) -> None:
         """The prompt, or its first chunk, was computed: that took so long."""

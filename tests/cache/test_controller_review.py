@@ -244,8 +244,7 @@ def test_a_load_that_is_done_needs_no_set_although_another_load_has_its_own() ->
         assert cache._controller._submit("load")
     copies.fail = lambda handle: True
     first.extend()
-    cache.begin_forward([first])
-    cache.wait_layer(0)
+    cache.begin_forward([first]).wait_until(0)
     assert len(copies.queues["load"]) == 3  # none of theirs was waited for
     assert_served(first)
 

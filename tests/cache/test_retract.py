@@ -771,9 +771,9 @@ def test_a_forward_waits_layer_by_layer() -> None:
         cache.evict(16)
         scribble(cache)
         held.request.resume()
-        cache.begin_forward([held.request])
+        forward = cache.begin_forward([held.request])
         for layer in range(3):
-            cache.wait_layer(layer)
+            forward.wait_until(layer)
             for page, was in zip(held.request.pages.tolist(), held.before, strict=True):
                 assert torch.equal(read_page(cache.device_pool.planes, page)[layer], was[layer])
         held.request.abort()
@@ -858,7 +858,7 @@ def test_a_copy_back_that_always_fails(step: str, copy_pages: int | None) -> Non
         assert use(cache) == (3, 0, 5, 11, 0, 5)
         request = held.request
         calls: dict[str, Callable[[], Any]] = {
-            "begin_forward": lambda: (cache.begin_forward([request]), cache.wait_layer(2))
+            "begin_forward": lambda: cache.begin_forward([request]).wait_until(2)
         }
         call = calls.get(step) or getattr(request, step)
         with pytest.raises(CopyError, match="injected"):

@@ -1,4 +1,4 @@
-"""The whole cache on the GPU's copy engine: requests, copies and forwards on streams that run as late as they may."""
+"""The whole cache on the GPU's copy engine: forwards and copies on streams that run as late as they may."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Engine:
         pages, digests = request.pages.tolist(), _digests(request)
         served = request.device_length // PAGE
         with self.driver.active():
-            self.cache.begin_forward([request])
+            forward = self.cache.begin_forward([request])
             for layer in range(self.planes.shape.layers):
-                self.cache.wait_layer(layer)
+                forward.wait_until(layer)
                 for page, digest in zip(pages[:served], digests, strict=False):
                     content = page_content(self.planes, digest)
                     self.driver.queue(partial(self.check, page, layer, content))
@@ -64,8 +64,7 @@ class Engine:
             self.driver.queue(partial(write_page, self.planes, page, page_content(self.planes, digest)))
 
     def prompt(self) -> np.ndarray:
-        tokens = np.arange(self.rng.randrange(PAGE, 7 * PAGE)) + 1000 * self.rng.randrange(5)
-        return tokens
+        return np.arange(self.rng.randrange(PAGE, 7 * PAGE)) + 1000 * self.rng.randrange(5)
 
     def serve(self) -> None:
         rng = self.rng

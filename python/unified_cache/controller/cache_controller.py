@@ -155,6 +155,10 @@ class CacheController:
             CopyError: one has failed.
         """
         for load in loads:
+            if load in self._failed:
+                # Whoever comes later need not hear of it: it is copied again anyway.
+                self._failed.remove(load)
+                self._restart(load)
             while load.waiting and (self._submit("load") or self.take_done(wait=True)):
                 pass
             if load.failed is not None or load.waiting:
@@ -629,8 +633,11 @@ class CacheController:
             elif most_failures is not None and operation.failures >= most_failures:
                 self._failed.append(operation)
             else:
-                operation.restart()
-                self._queues[operation.direction].push(operation)
+                self._restart(operation)
+
+    def _restart(self, operation: CacheOperation) -> None:
+        operation.restart()
+        self._queues[operation.direction].push(operation)
 
     def stuck(self, most_failures: int) -> CopyError | None:
         """The error of a copy that failed so often, if nothing but such copies is left."""
