@@ -530,7 +530,7 @@ class Request:
         self._relied_on += [(load, load.failures) for load in self._loads]
 
     def _check_relied_on(self) -> None:
-        """What forwards were launched on has arrived at the first attempt: else they have read other bytes."""
+        """What forwards were launched on has arrived at the first attempt, or they read other bytes."""
         for load, failures in self._relied_on:
             if not load.done:
                 self._cache._controller.wait_loads([load])

@@ -355,6 +355,19 @@ def test_layers_of_a_load_that_fails() -> None:
     assert_nothing_held(cache)
 
 
+def test_a_load_that_fails_while_others_are_submitted() -> None:
+    cache, copies = late(copy_pages=1)
+    on_host(cache, range(0, 200, 100), 3)
+    requests = [loading(cache, start, 3) for start in (0, 100)]
+    for request in requests:
+        request.extend()
+    failing = int(requests[0].pages[2])
+    copies.fail = lambda handle: failing in handle.device_pages
+    # There are three sets for six submissions, so the first three have to end before the last ones go out.
+    with pytest.raises(CopyError, match="injected"):
+        cache.begin_forward(requests)
+
+
 def test_no_host_tier_no_layers() -> None:
     with make_cache(write_policy=None) as cache:
         request = cache.begin(toks(9))

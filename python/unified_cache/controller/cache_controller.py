@@ -161,14 +161,16 @@ class CacheController:
                 self._restart(load)
             while load.waiting and (self._submit("load") or self.take_done(wait=True)):
                 pass
+        sets: set[int] = set()
+        for load in loads:
+            # What has ended needs no set any more, and another load may fill the one it had. Looked at first: of
+            # what has ended by then, the failure is known.
+            under_way = [part for part in load.parts if not part.done]
             if load.failed is not None or load.waiting:
                 raise CopyError(
                     f"the load copy of {load.pages} pages failed: {load.failed or 'it can not begin'}"
                 )
-        # What has ended needs no set any more, and another load may fill the one it had.
-        sets = {
-            self._sets[part] for load in loads for part in load.parts if part in self._sets and not part.done
-        }
+            sets.update(self._sets[part] for part in under_way if part in self._sets)
         return sorted(sets)
 
     # Device to host
