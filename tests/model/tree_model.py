@@ -6,6 +6,7 @@ or in bigram mode pairs of tokens. "Backed" means: has a host value, published o
 is found out anew each time (`_published`).
 """
 
+import copy
 import hashlib
 import itertools
 import struct
@@ -891,6 +892,9 @@ class ModelTree:
             if first is group3:
                 self._unlink(node)
         return out
+
+    def evictable_host_pages(self, limit: int) -> int:
+        return min(limit, len(copy.deepcopy(self).evict_host(limit).host_pages))
 
     def _host_copy_may_go(self, node: Node) -> bool:
         if node.value is None or not self._published(node):
