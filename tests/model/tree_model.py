@@ -6,11 +6,11 @@ or in bigram mode pairs of tokens. "Backed" means: has a host value, published o
 is found out anew each time (`_published`).
 """
 
-import copy
 import hashlib
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -894,7 +894,7 @@ class ModelTree:
         return out
 
     def evictable_host_pages(self, limit: int) -> int:
-        return min(limit, len(copy.deepcopy(self).evict_host(limit).host_pages))
+        return min(limit, len(deepcopy(self).evict_host(limit).host_pages))
 
     def _host_copy_may_go(self, node: Node) -> bool:
         if node.value is None or not self._published(node):
