@@ -535,9 +535,7 @@ class Request:
             if not load.done:
                 self._cache._controller.wait_loads([load])
             if load.failed is not None or load.failures != failures:
-                raise CopyError(
-                    f"the load copy of {load.pages} pages failed under a forward: {load.failed}"
-                )
+                raise CopyError(f"the load copy of {load.pages} pages failed under a forward: {load.failed}")
         self._relied_on = []
 
     def _prefill_ended(self, computed: int) -> None:

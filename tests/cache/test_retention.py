@@ -53,7 +53,7 @@ def evict_all(cache: UnifiedCache) -> None:
     for _ in range(2):
         cache.evict(cache.usage()["device_pages"])
         settle(cache)
-    cache._controller.make_host_room(cache.usage()["host_free_pages"] + cache.tree.host_tokens // PAGE)
+    cache._controller.make_host_room(cache.usage()["host_free_pages"] + cache.tree.evictable_host_pages(1000))
     cache.tree.check_invariants()
 
 

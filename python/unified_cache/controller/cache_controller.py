@@ -40,6 +40,9 @@ _BACKUP_SHARE = 0.5
 # Among writes: victims of write_back first, since somebody needs their pages.
 _VICTIM_PRIORITY = 1
 
+# Host room is counted exactly up to so many times of what is to be evicted.
+_COUNTED_ROOM = 4
+
 _NO_PAGES: Pages = np.empty(0, np.uint32)
 
 
@@ -163,8 +166,8 @@ class CacheController:
                 pass
         sets: set[int] = set()
         for load in loads:
-            # What has ended needs no set any more, and another load may fill the one it had. Looked at first: of
-            # what has ended by then, the failure is known.
+            # What has ended needs no set any more, and another load may fill the one it had. Looked at
+            # first: of what has ended by then, the failure is known.
             under_way = [part for part in load.parts if not part.done]
             if load.failed is not None or load.waiting:
                 raise CopyError(
@@ -225,12 +228,11 @@ class CacheController:
             taken, count = more, 2 * count
         return taken
 
-    def _host_room(self, pages: int) -> int:
-        """Room on host, once making room for `pages` has failed."""
+    def _host_room(self, most: int) -> int:
+        """Host pages that are free or could be, counted up to `most`."""
         assert self._host is not None
-        everything = self._host.free_pages + self._tree.host_tokens // self._tree.page_size
-        # If not even an empty tier has room for them, nothing was evicted yet: for fewer it may be.
-        return everything if pages > everything else self._host.free_pages
+        free = self._host.free_pages
+        return free + self._tree.evictable_host_pages(max(most - free, 0))
 
     def _plan_backup(self, host: PageAllocator, nodes: Sequence[int]) -> BackupPlan | None:
         """A plan that fits into the free host pages, after evicting for what is short; None if none does."""
@@ -245,11 +247,11 @@ class CacheController:
     def make_host_room(self, pages: int) -> int:
         """Evict host pages for what of `pages` is not free; returns how many were freed.
 
-        If not even an empty host tier would do, nothing is thrown away.
+        If there can not be enough, nothing is thrown away.
         """
         assert self._host is not None
         short = pages - self._host.free_pages
-        if short <= 0 or short > self._tree.host_tokens // self._tree.page_size:
+        if short <= 0 or self._tree.evictable_host_pages(short) < short:
             return 0
         freed = self._tree.evict_host(short).host_pages
         self._host.free(freed)
@@ -331,7 +333,12 @@ class CacheController:
         if self._host is None:
             return self._evict(num_pages, None)[0]
         # Room is made below, when it is known how much is needed: victims go whole, so that can be more.
-        room = self._host.free_pages + self._tree.host_tokens // self._tree.page_size
+        # Counting further than this would cost more than the eviction; the tree takes what is past it on
+        # trust.
+        counted = _COUNTED_ROOM * (num_pages + 64)
+        room = self._host_room(counted)
+        if room >= counted:
+            room = self._host.free_pages + self._tree.host_tokens // self._tree.page_size
         freed, writing, given_up = self._evict(num_pages, room)
         if given_up and freed + writing < num_pages:
             # There was less room, and a victim that may not be dropped has taken the place of one that may.
