@@ -891,9 +891,7 @@ class Driver:
 
     def op_evictable_host(self, c: Choices, symbols: tuple[int, ...]) -> None:
         limit = SIZES[c.take(len(SIZES))] if c.take(2) else 100
-        self.do(
-            f"evictable_host_pages({limit})", lambda i, t: t.evictable_host_pages(limit), reads_only=True
-        )
+        self.do(f"evictable_host_pages({limit})", lambda i, t: t.evictable_host_pages(limit), reads_only=True)
 
     # --- ops: backup
 
