@@ -160,7 +160,7 @@ def overlap(sizes: Sizes, compute_share: float, layout: str = "page_first_direct
             compute()
 
     computes, totals = [], []
-    for _ in range(ROUNDS):
+    for _ in range(3 * ROUNDS):
         computes.append(seconds_of(lambda: [compute() for _ in range(sizes.layers)]))
         events.begin()
         begin = time.perf_counter()

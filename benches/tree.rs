@@ -211,6 +211,31 @@ fn evictions(c: &mut Criterion) {
     group.finish();
 }
 
+/// What could leave the host, told without taking it; with and without nodes above that follow their children.
+fn host_room(c: &mut Criterion) {
+    let mut group = c.benchmark_group("evictable_host_pages");
+    for (nodes, chained) in [(1000, false), (200_000, false), (1_000_000, false), (1000, true)] {
+        let mut tree =
+            Tree::new(TreeConfig { page_size: 64, ..TreeConfig::default() }).expect("a good config");
+        let chain: Vec<u32> = (0..nodes * 64).map(|i| if chained { i } else { 0 }).collect();
+        for i in 0..nodes {
+            let leaf = leaf(u64::from(i));
+            let key = if chained { &chain[..64 * (i as usize + 1)] } else { &leaf[..] };
+            let held = pages(key.len() / 64, 0);
+            let node = tree.insert(InsertArgs::new(Tokens::U32(key), &held)).expect("a good key").node;
+            let ack = tree.begin_backup(&[node], &[i]).expect("a node on device");
+            tree.finish_backup(ack).expect("a fresh ack");
+        }
+        let shape = if chained { "a chain of" } else { "leaves" };
+        for limit in [1, 512] {
+            group.bench_function(format!("limit {limit}, {shape} {nodes}"), |b| {
+                b.iter(|| tree.evictable_host_pages(black_box(limit)));
+            });
+        }
+    }
+    group.finish();
+}
+
 fn digests(c: &mut Criterion) {
     let key = Random(6).tokens(131_072);
     let mut group = c.benchmark_group("digests");
@@ -265,5 +290,5 @@ fn floors(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, floors, matches, inserts, locks, evictions, digests);
+criterion_group!(benches, floors, matches, inserts, locks, evictions, host_room, digests);
 criterion_main!(benches);

@@ -240,6 +240,7 @@ BAD_CALLS: list[Bad] = [
     ("negative pages to evict", ArgumentError, "num_pages", lambda s: s.tree.evict(-1)),
     ("negative host room", ArgumentError, "host_room", lambda s: s.tree.evict(0, host_room=-1)),
     ("negative host pages to evict", ArgumentError, "num_pages", lambda s: s.tree.evict_host(-1)),
+    ("negative limit of host pages", ArgumentError, "limit", lambda s: s.tree.evictable_host_pages(-1)),
     ("node listed twice", ArgumentError, "nodes", lambda s: s.tree.begin_backup([s.node] * 2, ids(8, 70))),
     (
         "child before its parent",

@@ -590,6 +590,14 @@ class PrefixTree:
         Raises:
             ArgumentError: a negative number.
         """
+    def evictable_host_pages(self, limit: int) -> int:
+        """How many host pages `evict_host(limit)` would free now, at most `limit`; changes nothing.
+
+        It costs as much as there are nodes in the pages counted, whatever else the tree holds.
+
+        Raises:
+            ArgumentError: a negative number.
+        """
 
     # Device to host
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import heapq
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from unified_cache.config import CacheConfig
 from unified_cache.controller.cache_controller import MOST_FAILURES, CacheController
+from unified_cache.controller.layer_done import LayerWait
 from unified_cache.controller.recompute import LoadOrRecompute
 from unified_cache.controller.storage import Prefetch, StorageLink
 from unified_cache.counters import Counters
 from unified_cache.errors import ArgumentError, BusyError, CapacityError, ClosedError, PoisonedError
 from unified_cache.pools.allocator import PageAllocator, Pages, as_count
-from unified_cache.request import Request, as_tokens
+from unified_cache.request import Request, as_priority, as_tokens
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts
 from unified_cache.storage.keys import KeySpace, fingerprint
@@ -47,6 +49,17 @@ __all__ = ["PinnedPrefix", "UnifiedCache"]
 
 # How long one look at the I/O threads' results may take while something else could end the wait.
 _POLL_SECONDS = 0.02
+
+
+def _as_seconds(seconds: Any, name: str) -> float:
+    """A time that every wait takes, however long.
+
+    Raises:
+        ArgumentError: not a number.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:
+        raise ArgumentError(f"{name} must be a number of seconds, not {seconds!r}")
+    return threading.TIMEOUT_MAX if seconds > threading.TIMEOUT_MAX else float(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +262,7 @@ class UnifiedCache:
                 its tokens are not counted again.
 
         Raises:
-            ArgumentError: a token out of range.
+            ArgumentError: a token or a priority out of range, a namespace that is no string.
             ClosedError: the cache was closed.
         """
         self._check_open()
@@ -259,37 +272,40 @@ class UnifiedCache:
             self._counters.requests += 1
         return request
 
-    def begin_forward(self, requests: Iterable[Request]) -> None:
-        """A forward of these requests is launched next: `wait_layer` waits for what it reads and no more.
+    def begin_forward(self, requests: Iterable[Request]) -> LayerWait:
+        """A forward of these requests is launched next; returns what it waits for, layer by layer.
 
-        In place of `Request.wait`, for engines whose layers wait one by one.
+        In place of `Request.wait`: each layer of the forward calls `LayerWait.wait_until` first, and waits
+        for what it reads and no more.
 
         Raises:
             CopyError: what one of them needs has failed to arrive; only `abort` is left for it.
+            LockError: one of them has ended, is from before a reset, or was retracted.
         """
         self._check_open()
-        loads = [load for request in requests for load in request._loads]
-        sets = self._controller.submit_loads(loads)
-        if self._controller.layer_done is not None:
-            self._controller.layer_done.set_consumer(sets)
-
-    def wait_layer(self, layer: int) -> None:
-        """Let the forward go on only when the pages of the tree that it reads hold this layer.
-
-        On a GPU the stream of the forward waits, not the caller. Can be called from any thread.
-
-        Raises:
-            CopyError: a load has failed.
-        """
-        if self._controller.layer_done is not None:
-            self._controller.layer_done.wait_until(layer)
+        requests = list(requests)
+        for request in requests:
+            request._check()
+            request._check_on_device("begin_forward")
+        sets = self._controller.submit_loads([load for request in requests for load in request._loads])
+        for request in requests:
+            request._rely_on_loads()
+        layer_done = self._controller.layer_done
+        return LayerWait() if layer_done is None else layer_done.consumer(sets)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Tell how long computing so many tokens of prompts took, for thresholds that are "auto".
 
         Without it the cache takes the time from a request's `extend` to its `insert`, which is too much where
         an engine computes several requests in turns.
+
+        Raises:
+            ArgumentError: not an integer >= 0, or not a number of seconds that can be.
         """
+        tokens = as_count(tokens, "tokens")
+        if not 0 <= _as_seconds(seconds, "seconds") < threading.TIMEOUT_MAX:
+            # One of these would be remembered for good: the fit fades, but not from infinity.
+            raise ArgumentError(f"seconds must be in 0..{threading.TIMEOUT_MAX:.0f}, not {seconds!r}")
         self._rates.reported = True
         self._rates.prefilled(tokens, seconds)
 
@@ -333,10 +349,13 @@ class UnifiedCache:
             priority: the higher is copied first.
 
         Raises:
+            ArgumentError: a quota that is not an integer or is negative, or a priority out of range.
             UnknownNodeError: `node` is no node.
         """
         self._check_open()
-        return self._load_back(node, quota, priority)
+        if quota is not None:
+            quota = as_count(quota, "quota")
+        return self._load_back(node, quota, as_priority(priority))
 
     def loaded(self, node: int) -> bool:
         """Nothing is under way into the device pages of the path to `node`."""
@@ -355,8 +374,8 @@ class UnifiedCache:
     def alloc(self, num_pages: int) -> Pages:
         """Take device pages, evicting for what is short.
 
-        Waits only where the pages come out of copies under way, such as write-backs, and for each of them no
-        longer than `CacheConfig.alloc_wait`.
+        Waits only if there is not enough without the copies under way, whose end may let pages go, as that of
+        write-backs does, and for each of them no longer than `CacheConfig.alloc_wait`.
 
         Raises:
             ArgumentError: not an integer, or a negative one.
@@ -440,9 +459,11 @@ class UnifiedCache:
             False if there was not enough time, or a copy of pages in use failed again and again.
 
         Raises:
+            ArgumentError: a timeout that is not a number.
             CopyError: without a timeout, a copy of pages in use failed again and again; ticks go on trying.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        self._check_open()
+        end = None if timeout is None else time.monotonic() + _as_seconds(timeout, "timeout")
         self.tick()
         while True:
             stuck = self._controller.stuck(MOST_FAILURES)
@@ -451,7 +472,7 @@ class UnifiedCache:
                 if stuck is not None and end is None:
                     raise stuck
                 return stuck is None
-            left = None if end is None else end - time.monotonic()
+            left = None if end is None else min(end - time.monotonic(), threading.TIMEOUT_MAX)
             if left is not None and left <= 0:
                 return False
             if not copies_idle:
@@ -484,9 +505,11 @@ class UnifiedCache:
                 host tier; nothing is pinned then.
         """
         self._check_open()
-        if seconds is not None and not seconds > 0:
-            raise ArgumentError(f"seconds must be a number > 0, not {seconds!r}")
-        expires_at = None if seconds is None else self._clock() + seconds
+        expires_at = None
+        if seconds is not None:
+            if _as_seconds(seconds, "seconds") <= 0:
+                raise ArgumentError(f"seconds must be a number > 0, not {seconds!r}")
+            expires_at = self._clock() + _as_seconds(seconds, "seconds")
         match = self.match_prefix(tokens, extra_key=extra_key, cache_salt=cache_salt)
         pin = self.tree.pin(match.last_host_node, expires_at)
         if expires_at is not None:
@@ -675,9 +698,13 @@ class UnifiedCache:
 
         Args:
             timeout: seconds that pages on their way to storage may take; what is left then is not stored.
+
+        Raises:
+            ArgumentError: a timeout that is not a number; nothing was closed then.
         """
         if self._closed:
             return
+        timeout = _as_seconds(timeout, "timeout")
         try:
             if self._storage is not None:
                 self.flush(timeout)
@@ -788,7 +815,12 @@ class UnifiedCache:
         prefetch = self._storage.start(tokens, first, anchor, namespace, priority)
         if prefetch is not None and self.config.write_policy != "write_back":
             # Under write_through nothing on host hangs below a node that is not there.
-            self._controller.want_backup([anchor])
+            # So it must be on its way there when the first pages have been read.
+            try:
+                self._controller.want_backup([anchor], now=True)
+            except BaseException:
+                self._release_prefetch(prefetch)
+                raise
         return prefetch
 
     def _prefetch_over(self, prefetch: Prefetch) -> bool:

@@ -5,13 +5,15 @@ A request keeps the order of calls right, and gives back exactly what it took, o
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unified_cache.controller.retracted import RetractedPages
-from unified_cache.errors import ArgumentError, CapacityError, LockError
+from unified_cache.errors import ArgumentError, CapacityError, CopyError, LockError
+from unified_cache.pools.allocator import as_count
 
 if TYPE_CHECKING:
     from unified_cache._native import HostLockReceipt, LockReceipt, Match
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from unified_cache.controller.operations import CacheOperation
     from unified_cache.controller.storage import Prefetch
 
-__all__ = ["Request", "as_tokens"]
+__all__ = ["Request", "as_priority", "as_tokens"]
 
 _TOP = 2**32 - 1
+_PRIORITIES = range(-(2**63), 2**63)
 
 
 def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
@@ -42,6 +45,21 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         at = int(outside.argmax())
         raise ArgumentError(f"token {at} is {given[at]}, allowed is 0..{_TOP}")
     return given.astype(np.uint32)
+
+
+def as_priority(priority: Any) -> int:
+    """A priority as the tree and the queues of copies take it.
+
+    Raises:
+        ArgumentError: not an integer, or one that is out of range.
+    """
+    try:
+        number = operator.index(priority)
+    except TypeError:
+        number = None
+    if number is None or number not in _PRIORITIES:
+        raise ArgumentError(f"priority must be an integer in -2**63..2**63-1, not {priority!r}")
+    return number
 
 
 class Request:
@@ -81,7 +99,7 @@ class Request:
         self._page_size = cache.page_size
         self._extra_key = extra_key
         self._cache_salt = cache_salt
-        self._priority = priority
+        self._priority = as_priority(priority)
         self._tokens = tokens
         self._length = len(tokens)
         # At least one token of the prompt is left to compute.
@@ -96,6 +114,8 @@ class Request:
         self._device_lock: LockReceipt | None = None
         self._host_lock: HostLockReceipt | None = None
         self._loads: list[CacheOperation] = []  # that fill our pages, and whose end was not seen yet
+        # Loads that a forward was launched on, and how often each had failed by then.
+        self._relied_on: list[tuple[CacheOperation, int]] = []
         self._loaded_tokens = 0
         self._retracted: RetractedPages | None = None
         self._retracted_tokens = 0  # of the tree, at the front
@@ -106,14 +126,23 @@ class Request:
         self._storage_hit = 0
         match = self._match()
         self._host_hit = match.host_hit_length
-        cache._retry_storage(match.last_host_node)
-        if self._usable > match.device_length + match.host_hit_length:
-            self._prefetch = cache._start_prefetch(
-                tokens[: self._usable],
-                (match.device_length + match.host_hit_length) // self._page_size,
+        try:
+            self._ask_storage(match)
+        except BaseException:
+            self._unlock()  # nobody gets to see this request, so nobody else can
+            raise
+
+    def _ask_storage(self, match: Match) -> None:
+        """Try again to write what is there, and begin to read what is not."""
+        self._cache._retry_storage(match.last_host_node)
+        known = match.device_length + match.host_hit_length
+        if self._usable > known:
+            self._prefetch = self._cache._start_prefetch(
+                self._tokens[: self._usable],
+                known // self._page_size,
                 match.last_host_node,
-                (extra_key, cache_salt),
-                priority,
+                (self._extra_key, self._cache_salt),
+                self._priority,
             )
 
     # What is there
@@ -157,7 +186,8 @@ class Request:
         Call it before a forward reads them; it costs nothing if no copy is under way.
 
         Raises:
-            CopyError: the copy failed; only `abort` is left.
+            CopyError: a copy failed. It is made again while somebody uses its pages, so this may be called
+                again.
         """
         self._check()
         controller = self._cache._controller
@@ -198,8 +228,14 @@ class Request:
 
         Args:
             quota: the most tokens that may be loaded; None: no limit.
+
+        Raises:
+            ArgumentError: a quota that is not an integer, or a negative one.
+            LockError: the request computes its tokens already.
         """
         self._check()
+        if quota is not None:
+            quota = as_count(quota, "quota")
         if self._computing:
             raise LockError(
                 "load_back comes before the first extend: the request computes its tokens already"
@@ -258,20 +294,26 @@ class Request:
             computed: tokens whose K and V are in their slots; None: all.
 
         Raises:
-            ArgumentError: `computed` is more than have a slot.
-            CopyError: what was computed before a `retract` could not be copied back; only `abort` is left.
+            ArgumentError: `computed` is not an integer, or more than have a slot.
+            CopyError: what was loaded for the forward, or computed before a `retract`, did not arrive; only
+                `abort` is left.
         """
         self._check()
         self._check_on_device("insert")
+        self._check_relied_on()
         if self._retracted is not None:
             # Our own pages are on their way back, and nobody may hit them before they are there.
             self.wait()
         ready = self._length if self._computing else self.device_length
         if computed is None:
             computed = ready
-        if not 0 <= computed <= ready:
-            raise ArgumentError(f"computed must be an integer in 0..{ready}, not {computed}")
-        computed = max(computed, self.device_length)
+        try:
+            count = operator.index(computed)
+        except TypeError:
+            count = -1
+        if not 0 <= count <= ready:
+            raise ArgumentError(f"computed must be an integer in 0..{ready}, not {computed!r}")
+        computed = max(count, self.device_length)
         cache, whole = self._cache, computed // self._page_size
         inserted = cache._insert(
             self._tokens[:computed],
@@ -356,7 +398,7 @@ class Request:
                 longer = tree.inc_lock_ref(match.last_device_node)
                 tree.dec_lock_ref(lock)
                 lock = longer
-            own, load = self._retracted.come_back()
+            own, load = self._retracted.come_back(priority=self._priority)
         except BaseException:
             tree.dec_lock_ref(lock)
             raise
@@ -486,6 +528,19 @@ class Request:
         counters.hit_tokens_storage += from_storage
         counters.hit_tokens_host += self._loaded_tokens - from_storage
         counters.hit_tokens_device += self.device_length - self._loaded_tokens
+
+    def _rely_on_loads(self) -> None:
+        """A forward that reads what is being loaded is launched, without waiting for it here."""
+        self._relied_on += [(load, load.failures) for load in self._loads]
+
+    def _check_relied_on(self) -> None:
+        """What forwards were launched on has arrived at the first attempt, or they read other bytes."""
+        for load, failures in self._relied_on:
+            if not load.done:
+                self._cache._controller.wait_loads([load])
+            if load.failed is not None or load.failures != failures:
+                raise CopyError(f"the load copy of {load.pages} pages failed under a forward: {load.failed}")
+        self._relied_on = []
 
     def _prefill_ended(self, computed: int) -> None:
         """The prompt, or its first chunk, was computed: that took so long."""

@@ -320,14 +320,13 @@ def test_a_forward_waits_layer_by_layer() -> None:
     cache.tick()
     second.load_back()
     second.extend()
-    cache.begin_forward([second])  # submits what still waits
+    forward = cache.begin_forward([second])  # submits what still waits
     assert len(copies.queues["load"]) == 2
     for layer in range(3):
-        cache.wait_layer(layer)
+        forward.wait_until(layer)
     assert_served(second)
     first.extend()
-    cache.begin_forward([first, second])
-    cache.wait_layer(2)
+    cache.begin_forward([first, second]).wait_until(2)
     assert_served(first)
     assert_served(second)
 
@@ -338,23 +337,42 @@ def test_layers_of_a_load_that_fails() -> None:
     request = loading(cache, 0)
     request.extend()
     copies.fail = lambda handle: True
-    cache.begin_forward([request])
+    forward = cache.begin_forward([request])
     with pytest.raises(CopyError, match="injected"):
-        cache.wait_layer(0)
-    cache.tick()
+        forward.wait_until(0)
     with pytest.raises(CopyError, match="injected"):
         cache.begin_forward([request])
+    # What the forward computed is worth nothing, whatever a second attempt brings.
+    cache.tick()
+    copies.fail = lambda handle: False
+    cache.begin_forward([request]).wait_until(2)
+    for step in (request.insert, request.finish):
+        with pytest.raises(CopyError, match="failed under a forward"):
+            step()
+    assert cache.match_prefix(toks(9)).device_length == 8  # not what was computed, but what was loaded
     request.abort()
     copies.fail = lambda handle: False
     assert_nothing_held(cache)
+
+
+def test_a_load_that_fails_while_others_are_submitted() -> None:
+    cache, copies = late(copy_pages=1)
+    on_host(cache, range(0, 200, 100), 3)
+    requests = [loading(cache, start, 3) for start in (0, 100)]
+    for request in requests:
+        request.extend()
+    failing = int(requests[0].pages[2])
+    copies.fail = lambda handle: failing in handle.device_pages
+    # There are three sets for six submissions, so the first three have to end before the last ones go out.
+    with pytest.raises(CopyError, match="injected"):
+        cache.begin_forward(requests)
 
 
 def test_no_host_tier_no_layers() -> None:
     with make_cache(write_policy=None) as cache:
         request = cache.begin(toks(9))
         request.extend()
-        cache.begin_forward([request])
-        cache.wait_layer(0)
+        cache.begin_forward([request]).wait_until(0)
 
 
 # Failures

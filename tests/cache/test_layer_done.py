@@ -2,7 +2,7 @@
 
 import pytest
 
-from unified_cache.controller.layer_done import SETS, LayerDoneCounter
+from unified_cache.controller.layer_done import SETS, LayerDoneCounter, LayerWait
 from unified_cache.errors import BusyError, CopyError
 
 
@@ -73,39 +73,37 @@ def test_a_failed_load_gives_its_set_back() -> None:
 def test_a_forward_waits_for_what_it_reads_and_no_more() -> None:
     sets = Sets()
     counter = sets.counter
-    counter.wait_until(0)  # nothing is consumed
     for _ in range(SETS):
         counter.update_producer()
-    counter.set_consumer([0, 2])
-    counter.wait_until(1)
+    forward = counter.consumer([0, 2])
+    forward.wait_until(1)
     assert sets.waits == [(0, 1), (2, 1)]
-    counter.set_consumer([])
-    counter.wait_until(1)
+    for nothing in (counter.consumer([]), LayerWait()):
+        nothing.wait_until(1)
     assert len(sets.waits) == 2
     with pytest.raises(BusyError, match="set 1 was not taken"):
-        LayerDoneCounter(sets.make).set_consumer([1])
+        LayerDoneCounter(sets.make).consumer([1])
 
 
 def test_a_forward_never_waits_for_a_later_load_of_its_set() -> None:
     sets = Sets()
     counter = sets.counter
     counter.update_producer()
-    counter.set_consumer([0])
+    forward = counter.consumer([0])
     for events in range(SETS):
         sets.made[-1].record(1)
         counter.update_producer()
         assert len(sets.made) == events + 2
-    counter.wait_until(0)
+    forward.wait_until(0)
     assert sets.waits == [(0, 0)]
 
 
 def test_failures_reach_the_forward() -> None:
     sets = Sets()
     sets.counter.update_producer()
-    sets.counter.set_consumer([0])
+    forward = sets.counter.consumer([0])
     sets.made[0].fail(OSError("injected"))
     with pytest.raises(CopyError, match="injected"):
-        sets.counter.wait_until(0)
+        forward.wait_until(0)
     sets.counter.reset()
-    sets.counter.wait_until(0)
     assert sets.counter.ready

@@ -64,14 +64,14 @@ def test_a_limit_splits() -> None:
     ]
 
 
-def test_one_that_failed_goes_alone() -> None:
+def test_one_that_failed_twice_goes_alone() -> None:
     queue = OperationQueue()
-    for each in (operation(1), operation(1, 1, failures=1), operation(1, 2)):
+    for each in (operation(1), operation(1, 1, failures=2), operation(1, 2, failures=1), operation(1, 3)):
         queue.push(each)
     sizes = []
     while parts := queue.take():
         sizes.append(len(parts))
-    assert sizes == [1, 1, 1]
+    assert sizes == [1, 1, 2]
 
 
 def test_a_part_that_fails_ends_what_was_not_submitted() -> None:

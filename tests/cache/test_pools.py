@@ -550,3 +550,12 @@ def test_memory_of_an_old_control_group_in_a_container(tmp_path: Path) -> None:
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", 2000)
     machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", 2500)
     assert available_bytes(tmp_path) == 0
+
+
+def test_planes_of_one_element_a_head() -> None:
+    wide = torch.zeros(3, 2, 1, 5, dtype=torch.bfloat16)
+    planes = PoolPlanes([wide[..., 0:5:5], wide[..., 3:5:5]], 2)
+    assert (wide[..., 0:5:5].stride(3), planes.tensors[0].stride(3)) == (5, 1)
+    for view, column in zip(planes.byte_views(), (0, 3), strict=True):
+        view[:2] = (1, 2)
+        assert wide.view(torch.uint8)[0, 0, 0, 2 * column : 2 * column + 2].tolist() == [1, 2]

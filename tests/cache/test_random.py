@@ -51,6 +51,7 @@ from unified_cache import (
     Request,
     UnifiedCache,
 )
+from unified_cache.controller.layer_done import LayerWait
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 
 STEPS = 1000  # of an episode
@@ -247,9 +248,7 @@ class Episode:
                     )
                 )
         else:
-            self.cache.begin_forward([request])
-            counter = self.cache._controller.layer_done
-            consumed = () if counter is None else counter._consumed
+            consumed = self.cache.begin_forward([request])
             served = [(pages[at], self.content(digests[at])) for at in range(request.device_length // PAGE)]
             for layer in range(self.planes.shape.layers):
                 self.stream.launch(lambda layer=layer: self.read_layer(consumed, layer, served))  # type: ignore[misc]
@@ -257,14 +256,13 @@ class Episode:
             content = self.content(digests[at])
             self.stream.launch(lambda page=pages[at], to=content: write_page(self.planes, page, to))  # type: ignore[misc]
 
-    def read_layer(self, consumed: Any, layer: int, served: list[tuple[int, torch.Tensor]]) -> None:
+    def read_layer(self, consumed: LayerWait, layer: int, served: list[tuple[int, torch.Tensor]]) -> None:
         """A layer of a forward: it waits for its own pages, and reads them."""
-        for events in consumed:
-            try:
-                events.wait(layer)
-            except CopyError:
-                assert self.failing
-                return
+        try:
+            consumed.wait_until(layer)
+        except CopyError:
+            assert self.failing
+            return
         for page, content in served:
             assert torch.equal(read_page(self.planes, page)[layer], content[layer]), (page, layer)
 

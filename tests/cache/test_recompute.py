@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from tests.cache.support import Clock, LateCopies, compute, make_cache, toks
+from unified_cache import UnifiedCache
 from unified_cache.controller.recompute import LoadOrRecompute, StraightLine
 
 PAGE = 16
@@ -97,3 +99,45 @@ def test_nothing_is_learnt_from_nothing() -> None:
         rates.prefilled(0, 1.0)
         rates.read(0, 1.0)
     assert rates.load_back_threshold == 10
+
+
+# In the cache
+
+
+def served(cache: UnifiedCache, clock: Clock, start: int, seconds_a_token: float) -> int:
+    """Serve a prompt of 33 tokens whose prefill takes so long; returns what was loaded back for it."""
+    request = cache.begin(toks(33, start))
+    loaded = request.load_back()
+    request.extend()
+    request.wait()
+    clock.now += (33 - request.device_length) * seconds_a_token
+    compute(request)
+    request.finish()
+    assert cache.flush(30)
+    return loaded
+
+
+@pytest.mark.parametrize("a_page, loads", [(0.4, 64), (40.0, 1)])
+@pytest.mark.parametrize("reported", [False, True])
+def test_the_cache_learns_what_is_worth_loading(a_page: float, loads: int, reported: bool) -> None:
+    clock = Clock()
+    cache = make_cache(
+        12, clock=clock, copies=LateCopies.between, load_back_threshold="auto", hicache_ratio=20.0
+    )
+    copies = cache._copies
+    assert isinstance(copies, LateCopies)
+    copies.seconds = lambda handle: len(handle.device_pages) * a_page
+    prompts = [1000 * at for at in range(6)]
+    if reported:
+        for tokens in range(4, 10):
+            cache.record_prefill(tokens, 1.0 * tokens)
+    for start in prompts * 3:
+        # By itself it takes a prefill for as long as it seems to take: a second a token, or nonsense.
+        served(cache, clock, start, 123.0 if reported else 1.0)
+    before = cache.stats()
+    for at in range(64):
+        served(cache, clock, prompts[at % 6], 1.0)
+    after = cache.stats()
+    # Four tokens a page: copying takes .1 or 10 seconds a token, computing takes 1.
+    assert after["load_copies"] - before["load_copies"] == loads
+    assert after["load_backs_skipped"] - before["load_backs_skipped"] == 64 - loads

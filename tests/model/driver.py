@@ -130,6 +130,7 @@ WEIGHTS = {
     "evict": 7,
     "drop": 2,
     "evict_host": 4,
+    "evictable_host": 3,
     "backup": 11,
     "begin_plan": 3,
     "finish": 8,
@@ -887,6 +888,10 @@ class Driver:
 
     def op_evict_host(self, c: Choices, symbols: tuple[int, ...]) -> None:
         self._evict_host(SIZES[c.take(len(SIZES))])
+
+    def op_evictable_host(self, c: Choices, symbols: tuple[int, ...]) -> None:
+        limit = SIZES[c.take(len(SIZES))] if c.take(2) else 100
+        self.do(f"evictable_host_pages({limit})", lambda i, t: t.evictable_host_pages(limit), reads_only=True)
 
     # --- ops: backup
 

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -891,6 +892,9 @@ class ModelTree:
             if first is group3:
                 self._unlink(node)
         return out
+
+    def evictable_host_pages(self, limit: int) -> int:
+        return min(limit, len(deepcopy(self).evict_host(limit).host_pages))
 
     def _host_copy_may_go(self, node: Node) -> bool:
         if node.value is None or not self._published(node):

@@ -7,9 +7,12 @@ does the tree change.
 
 from __future__ import annotations
 
+import bisect
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +39,9 @@ _MOST_WRITES = 2
 _BACKUP_SHARE = 0.5
 # Among writes: victims of write_back first, since somebody needs their pages.
 _VICTIM_PRIORITY = 1
+
+# Host room is counted exactly up to so many times of what is to be evicted.
+_COUNTED_ROOM = 4
 
 _NO_PAGES: Pages = np.empty(0, np.uint32)
 
@@ -75,11 +81,13 @@ class CacheController:
         self._counters = counters
         self._backed_up = backed_up
         self._rates = rates
-        self._wait_seconds = wait_seconds
+        self._wait_seconds = min(wait_seconds, threading.TIMEOUT_MAX)
         self._most_copy_pages = most_copy_pages
         self.layer_done = None if copies is None else LayerDoneCounter(copies.new_layer_events)
         # Nodes that the write policy wants on host, in the order in which it said so.
         self._wanted: dict[int, None] = {}
+        # Those of them that something else needs there, and that wait for nothing.
+        self._wanted_now: dict[int, None] = {}
         self._backup_pages = 0  # of backups under way, which keep their nodes locked on device
         self._queues = {"backup": OperationQueue(), "load": OperationQueue()}
         self._open: set[CacheOperation] = set()
@@ -104,7 +112,7 @@ class CacheController:
     @property
     def idle(self) -> bool:
         """Nothing is wanted, nothing is under way."""
-        return not (self._wanted or self._open or self._quarantine)
+        return not (self._wanted or self._wanted_now or self._open or self._quarantine)
 
     def tick(self, most_failures: int | None = None) -> None:
         """Take what has ended, try again what has failed, and submit what waits. Never waits itself.
@@ -151,46 +159,81 @@ class CacheController:
             CopyError: one has failed.
         """
         for load in loads:
+            if load in self._failed:
+                # Whoever comes later need not hear of it: it is copied again anyway.
+                self._failed.remove(load)
+                self._restart(load)
             while load.waiting and (self._submit("load") or self.take_done(wait=True)):
                 pass
+        sets: set[int] = set()
+        for load in loads:
+            # What has ended needs no set any more, and another load may fill the one it had. Looked at
+            # first: of what has ended by then, the failure is known.
+            under_way = [part for part in load.parts if not part.done]
             if load.failed is not None or load.waiting:
                 raise CopyError(
                     f"the load copy of {load.pages} pages failed: {load.failed or 'it can not begin'}"
                 )
-        sets = {self._sets[part] for load in loads for part in load.parts if part in self._sets}
+            sets.update(self._sets[part] for part in under_way if part in self._sets)
         return sorted(sets)
 
     # Device to host
 
-    def want_backup(self, nodes: Sequence[int]) -> None:
-        """Back these nodes up with the next submission."""
+    def want_backup(self, nodes: Sequence[int], *, now: bool = False) -> None:
+        """Back these nodes up with the next submission that has room for them.
+
+        Args:
+            nodes: ancestors first.
+            now: with the next one, however many pages are on their way already.
+        """
         if self._host is not None:
-            self._wanted.update(dict.fromkeys(nodes))
+            (self._wanted_now if now else self._wanted).update(dict.fromkeys(nodes))
 
     def begin_backups(self) -> None:
         """Begin what is wanted; what finds no room on host is given up."""
-        if not self._wanted or self._host is None:
+        if self._host is None or not (self._wanted or self._wanted_now):
             return
-        nodes = list(self._wanted)
-        budget = max(int(self._device.num_pages * _BACKUP_SHARE), 1) - self._backup_pages
-        if self._backup_pages > 0:
-            nodes = self._within(nodes, budget)
-        for node in nodes:
+        first = self._first_wanted()
+        for node in first:
             del self._wanted[node]
+        nodes = [*self._wanted_now, *first]
+        self._wanted_now.clear()
         while nodes:
             plan = self._plan_backup(self._host, nodes)
             if plan is not None:
                 self._begin_backup(plan)
                 return
             # The last ones go without: their ancestors come before them.
-            nodes.pop()
-            self._counters.backups_given_up += 1
+            room = self._host_room(self._tree.plan_backup(nodes).pages)
+            fitting = bisect.bisect_right(
+                range(len(nodes)), room, key=lambda count: self._tree.plan_backup(nodes[:count]).pages
+            )
+            self._counters.backups_given_up += len(nodes) - (fitting - 1)
+            nodes = nodes[: fitting - 1]
 
-    def _within(self, nodes: list[int], budget: int) -> list[int]:
-        """The first of `nodes` whose backups together take at most `budget` pages."""
-        while nodes and self._tree.plan_backup(nodes).pages > budget:
-            nodes = nodes[: len(nodes) // 2]
-        return nodes
+    def _first_wanted(self) -> list[int]:
+        """The first wanted nodes, as many as may be under way now.
+
+        Their number is found by doubling, so that a tick costs what it begins, however much waits.
+        """
+        budget = max(int(self._device.num_pages * _BACKUP_SHARE), 1) - self._backup_pages
+        if budget <= 0:
+            return []
+        taken: list[int] = []
+        count = 1
+        while len(taken) < len(self._wanted):
+            more = list(islice(self._wanted, count))
+            if self._tree.plan_backup(more).pages > budget:
+                # A path that is larger than all that may be under way goes alone.
+                return taken or (more if self._backup_pages == 0 else [])
+            taken, count = more, 2 * count
+        return taken
+
+    def _host_room(self, most: int) -> int:
+        """Host pages that are free or could be, counted up to `most`."""
+        assert self._host is not None
+        free = self._host.free_pages
+        return free + self._tree.evictable_host_pages(max(most - free, 0))
 
     def _plan_backup(self, host: PageAllocator, nodes: Sequence[int]) -> BackupPlan | None:
         """A plan that fits into the free host pages, after evicting for what is short; None if none does."""
@@ -205,11 +248,11 @@ class CacheController:
     def make_host_room(self, pages: int) -> int:
         """Evict host pages for what of `pages` is not free; returns how many were freed.
 
-        If not even an empty host tier would do, nothing is thrown away.
+        If there can not be enough, nothing is thrown away.
         """
         assert self._host is not None
         short = pages - self._host.free_pages
-        if short <= 0 or short > self._tree.host_tokens // self._tree.page_size:
+        if short <= 0 or self._tree.evictable_host_pages(short) < short:
             return 0
         freed = self._tree.evict_host(short).host_pages
         self._host.free(freed)
@@ -287,11 +330,24 @@ class CacheController:
 
     def evict(self, num_pages: int) -> int:
         """Free device pages; returns how many are free at once. Those of write-backs come with their acks."""
-        host_room = None
-        if self._host is not None:
-            # Room is made below, when it is known how much is needed: victims go whole, so that can be more.
-            host_room = self._host.free_pages + self._tree.host_tokens // self._tree.page_size
         num_pages = min(as_count(num_pages, "num_pages"), self._device.num_pages)
+        if self._host is None:
+            return self._evict(num_pages, None)[0]
+        # Room is made below, when it is known how much is needed: victims go whole, so that can be more.
+        # Counting further than this would cost more than the eviction; the tree takes what is past it on
+        # trust.
+        counted = _COUNTED_ROOM * (num_pages + 64)
+        room = self._host_room(counted)
+        if room >= counted:
+            room = self._host.free_pages + self._tree.host_tokens // self._tree.page_size
+        freed, writing, given_up = self._evict(num_pages, room)
+        if given_up and freed + writing < num_pages:
+            # There was less room, and a victim that may not be dropped has taken the place of one that may.
+            freed += self._evict(num_pages - freed - writing, self._host.free_pages)[0]
+        return freed
+
+    def _evict(self, num_pages: int, host_room: int | None) -> tuple[int, int, int]:
+        """Pages that are free now, pages being written back, and victims that found no room on host."""
         evicted = self._tree.evict(num_pages, host_room=host_room)
         self.free_device(evicted.device_pages)
         if self._host is not None:
@@ -300,34 +356,44 @@ class CacheController:
         self._counters.demoted_nodes += len(evicted.demoted_nodes)
         self._counters.dropped_tokens += evicted.dropped_tokens
         freed = len(evicted.device_pages)
-        if evicted.write_back_nodes:
-            freed += self._write_back(evicted.write_back_nodes)
-        return freed
+        if not evicted.write_back_nodes:
+            return freed, 0, 0
+        dropped, writing, given_up = self._write_back(evicted.write_back_nodes)
+        return freed + dropped, writing, given_up
 
-    def _write_back(self, nodes: list[int]) -> int:
-        """Back up victims as one copy, and give up those without room, coldest first."""
+    def _write_back(self, nodes: list[int]) -> tuple[int, int, int]:
+        """Back up victims as one copy, and give up those without room, coldest first.
+
+        Returns pages freed, pages being written, and how many were given up.
+        """
         assert self._host is not None
-        freed = 0
-        while nodes:
-            plan = self._plan_backup(self._host, nodes)
+        freed = first = 0
+        while first < len(nodes):
+            plan = self._plan_backup(self._host, nodes[first:])
             if plan is not None:
                 self._begin_backup(plan, victims=True)
-                break
-            dropped = self._tree.drop(nodes[:1])
-            nodes = nodes[1:]
-            self.free_device(dropped.device_pages)
-            self._host.free(dropped.host_pages)
-            freed += len(dropped.device_pages)
-            self._counters.backups_given_up += 1
-            self._counters.evicted_device_pages += len(dropped.device_pages)
-            self._counters.dropped_tokens += dropped.dropped_tokens
-        return freed
+                return freed, plan.pages, first
+            # Planned anew only when enough may have gone: with each it would cost their number squared.
+            pages = self._tree.plan_backup(nodes[first:]).pages
+            excess = pages - self._host_room(pages)
+            while excess > 0 and first < len(nodes):
+                excess -= self._tree.plan_backup(nodes[first : first + 1]).pages
+                dropped = self._tree.drop(nodes[first : first + 1])
+                first += 1
+                self.free_device(dropped.device_pages)
+                self._host.free(dropped.host_pages)
+                excess -= len(dropped.host_pages)
+                freed += len(dropped.device_pages)
+                self._counters.backups_given_up += 1
+                self._counters.evicted_device_pages += len(dropped.device_pages)
+                self._counters.dropped_tokens += dropped.dropped_tokens
+        return freed, 0, first
 
     def alloc(self, num_pages: int) -> Pages:
         """Take device pages, evicting for what is short.
 
-        Waits only for copies under way, only if their pages are needed (those of write-back victims, and
-        those of nodes that can not be evicted before their backup has ended), and no longer than
+        Waits only for copies under way, only if there is not enough without them, since the end of each may
+        let pages go (those of write-back victims, those of nodes that it keeps on device), and no longer than
         `wait_seconds` for each.
 
         Raises:
@@ -345,18 +411,23 @@ class CacheController:
         self.take_done()
         limit = self._counters.failed_copies + MOST_FAILURES
         while self._short(num_pages) > self._evictable_pages:
-            if not self._wait_for_room():
+            if not self._wait_for_room(limit):
                 raise self._no_room(num_pages)
         while self._short(num_pages) > 0:
             lacking = self._short(num_pages) - self._coming_pages
             if lacking > 0 and self.evict(lacking) > 0:
                 continue
-            # A write-back that fails is taken back, and may be the victim again.
-            if self._counters.failed_copies >= limit or not self._wait_for_room():
+            if self._wait_for_room(limit):
+                continue
+            # What was to come does not, be it that its copy hangs or that it has failed: others go for it.
+            if lacking > 0 or (self.evict(self._short(num_pages)) == 0 and not self._wait_for_room(limit)):
                 raise self._no_room(num_pages)
 
-    def _wait_for_room(self) -> bool:
-        """Wait until a copy has ended; False if none did in time."""
+    def _wait_for_room(self, most_failed: int) -> bool:
+        """Wait until a copy has ended; False if none did in time, or if so many have failed by now."""
+        # A write-back that fails is taken back, and may be the victim again.
+        if self._counters.failed_copies >= most_failed:
+            return False
         self._submit("backup")
         self._submit("load")
         return self.take_done(wait=True, timeout=self._wait_seconds)
@@ -442,6 +513,9 @@ class CacheController:
         if operation not in self._open:
             release()
             return
+        self._coming.pop(operation, None)
+        if len(device_pages):
+            self._coming[operation] = len(device_pages)
         queued = self._queues[operation.direction].remove(operation)
         if operation in self._failed:
             self._failed.remove(operation)
@@ -477,10 +551,13 @@ class CacheController:
         try:
             submit = self._submit_load if direction == "load" else self._submit_backup
             handle = submit(self._copies, self.layer_done, *merge(parts))
-        except Exception as error:  # what was not submitted must not be lost: it has failed like any copy
+        except BaseException as error:  # what was not submitted must not be lost: it has failed like any copy
             self._counters.failed_copies += 1
+            known = error if isinstance(error, Exception) else CopyError(f"interrupted by {error!r}")
             for part in parts:
-                self._arrived(part, error)
+                self._arrived(part, known)
+            if known is not error:
+                raise
             return True
         self._running[handle] = parts
         for part in parts:
@@ -495,8 +572,8 @@ class CacheController:
         layers = layer_done.events(producer)
         try:
             handle = copies.submit_load(device_pages, host_pages, after=after, layers=layers)
-        except Exception as error:
-            layers.fail(error)
+        except BaseException as error:
+            layers.fail(error if isinstance(error, Exception) else CopyError(f"interrupted by {error!r}"))
             raise
         self._sets[handle] = producer
         self._counters.load_copies += 1
@@ -566,12 +643,16 @@ class CacheController:
             elif most_failures is not None and operation.failures >= most_failures:
                 self._failed.append(operation)
             else:
-                operation.restart()
-                self._queues[operation.direction].push(operation)
+                self._restart(operation)
+
+    def _restart(self, operation: CacheOperation) -> None:
+        operation.restart()
+        self._queues[operation.direction].push(operation)
 
     def stuck(self, most_failures: int) -> CopyError | None:
         """The error of a copy that failed so often, if nothing but such copies is left."""
-        if self._wanted or self._quarantine or not self._failed or len(self._failed) < len(self._open):
+        # What is still wanted after a tick waits for the share of the device that these hold.
+        if self._quarantine or not self._failed or len(self._failed) < len(self._open):
             return None
         if any(operation.failures < most_failures for operation in self._failed):
             return None
@@ -597,7 +678,8 @@ class CacheController:
         newest = self._device.newest_mark(device_pages)
         if newest == self._mark:
             self._record_mark()
-        return next((mark for serial, mark in self._marks if serial >= newest), None)
+        # Not a younger one, if that one is over: a forward that was launched since may run for long.
+        return next((mark for serial, mark in self._marks if serial == newest), None)
 
     # The end
 
@@ -611,6 +693,7 @@ class CacheController:
         self._sets.clear()
         self._writes_running = 0
         self._wanted.clear()
+        self._wanted_now.clear()
         self._backup_pages = 0
         for queue in self._queues.values():
             queue.clear()

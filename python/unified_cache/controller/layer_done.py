@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from unified_cache.errors import BusyError
@@ -10,17 +10,34 @@ from unified_cache.errors import BusyError
 if TYPE_CHECKING:
     from unified_cache.copies.engine import LayerEvents
 
-__all__ = ["SETS", "LayerDoneCounter"]
+__all__ = ["SETS", "LayerDoneCounter", "LayerWait"]
 
 # One set that a forward reads, one that the next forward will read, and one that is being filled.
 SETS = 3
 
 
+class LayerWait:
+    """What one forward waits for, layer by layer; made by `UnifiedCache.begin_forward`, for any thread."""
+
+    def __init__(self, consumed: Sequence[LayerEvents] = ()) -> None:
+        self._consumed = consumed
+
+    def wait_until(self, layer: int) -> None:
+        """Let the forward go on only when this layer of all that it reads is there.
+
+        On a GPU the stream of the forward waits, not the caller.
+
+        Raises:
+            CopyError: a load has failed.
+        """
+        for events in self._consumed:
+            events.wait(layer)
+
+
 class LayerDoneCounter:
     """Sets of per-layer events, used in turn: a load produces one, a forward consumes those it depends on.
 
-    `update_producer` and `set_consumer` belong on the scheduler's thread; `wait_until` may be called by a
-    forward on another one.
+    Belongs to the scheduler's thread; the `LayerWait` of a forward may be used on another one.
 
     Args:
         new_events: makes the events of one load.
@@ -30,7 +47,6 @@ class LayerDoneCounter:
         self._new_events = new_events
         self._sets: list[LayerEvents | None] = [None] * SETS
         self._producer = SETS - 1
-        self._consumed: tuple[LayerEvents, ...] = ()
 
     @property
     def producer(self) -> int:
@@ -68,21 +84,10 @@ class LayerDoneCounter:
             raise BusyError(f"layer set {index} was not taken by a load")
         return events
 
-    def set_consumer(self, indices: Iterable[int]) -> None:
-        """The sets that the next forward depends on; none, if it reads nothing that is being loaded."""
-        self._consumed = tuple(self.events(index) for index in indices)
-
-    def wait_until(self, layer: int) -> None:
-        """Let the forward go on only when this layer of all consumed sets is there; on a GPU its stream
-        waits.
-
-        Raises:
-            CopyError: a load has failed.
-        """
-        for events in self._consumed:
-            events.wait(layer)
+    def consumer(self, indices: Iterable[int]) -> LayerWait:
+        """What a forward that reads these sets waits for."""
+        return LayerWait([self.events(index) for index in indices])
 
     def reset(self) -> None:
         """Forget all loads."""
         self._sets = [None] * SETS
-        self._consumed = ()

@@ -150,13 +150,14 @@ class OperationQueue:
     def take(self, most_pages: int | None = None) -> list[Part]:
         """The parts that the next submission carries, of at most `most_pages` pages together.
 
-        One that has failed before goes alone: if it fails again it takes nobody else with it.
+        One that has failed twice goes alone: if it fails again it takes nobody else with it.
         """
         taken: list[Part] = []
         left = most_pages
         while self._operations and (left is None or left > 0):
             operation = self._operations[0]
-            if operation.failures and taken:
+            alone = operation.failures > 1
+            if alone and taken:
                 break
             part = operation.take(operation.waiting if left is None else left)
             taken.append(part)
@@ -165,7 +166,7 @@ class OperationQueue:
             if operation.waiting == 0:
                 # From the front, so this costs as much as the queue is long: acceptable while it is short.
                 self._operations.pop(0)
-            if operation.failures:
+            if alone:
                 break
         return taken
 

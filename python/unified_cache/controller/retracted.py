@@ -56,8 +56,11 @@ class RetractedPages:
         """Host pages that are held here."""
         return len(self._host_pages)
 
-    def come_back(self) -> tuple[Pages, CacheOperation | None]:
+    def come_back(self, *, priority: int = 0) -> tuple[Pages, CacheOperation | None]:
         """Bring the pages to device; returns where they are, and the load that fills them, if one is needed.
+
+        Args:
+            priority: of that load; the higher is copied first.
 
         Raises:
             CapacityError: no room on device; nothing has changed.
@@ -70,7 +73,7 @@ class RetractedPages:
         if len(self._host_pages) == 0:
             return self._hand_over(), None
         self._operation = CacheOperation(
-            "load", self._device_pages, self._host_pages, self._came, self._again
+            "load", self._device_pages, self._host_pages, self._came, self._again, priority=priority
         )
         self._controller.start(self._operation)
         self.state = "returning"

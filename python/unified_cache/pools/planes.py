@@ -68,12 +68,13 @@ class PoolPlanes:
     def __init__(self, tensors: Sequence[torch.Tensor], parts: int) -> None:
         if not tensors or len(tensors) % parts:
             raise ArgumentError(f"tensors must be layers x {parts}, not {len(tensors)}")
+        tensors = [_with_contiguous_elements(tensor) for tensor in tensors]
         first = tensors[0]
         if first.dim() != 4:
             raise ArgumentError(
                 f"each tensor must be (pages, tokens, heads, elements), not {tuple(first.shape)}"
             )
-        if first.numel() == 0 or (first.shape[3] > 1 and first.stride(3) != 1):
+        if first.numel() == 0 or first.stride(3) != 1:
             raise ArgumentError("each tensor must have elements, and the last dimension contiguous")
         for at, tensor in enumerate(tensors):
             kind = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -108,3 +109,10 @@ class PoolPlanes:
             tensor.detach().view(torch.uint8).as_strided((self.span_bytes,), (1,)).numpy()
             for tensor in self.tensors
         ]
+
+
+def _with_contiguous_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; its last stride is 1, also where a dimension of one element says something else."""
+    if tensor.dim() != 4 or tensor.shape[3] != 1:
+        return tensor
+    return tensor.as_strided(tensor.shape, (*tensor.stride()[:3], 1))

@@ -403,6 +403,11 @@ impl PrefixTree {
         self.run(py, num_pages >= LONG_PAGES, |tree| tree.evict_host(num_pages)).map(HostEvicted)
     }
 
+    fn evictable_host_pages(&self, py: Python<'_>, limit: Whole) -> PyResult<usize> {
+        let limit = limit.at_least(py, "limit", 0)?;
+        self.run(py, limit >= LONG_PAGES, |tree| tree.evictable_host_pages(limit))
+    }
+
     fn plan_backup(&self, py: Python<'_>, nodes: NodeList) -> PyResult<BackupPlan> {
         self.run(py, nodes.0.len() >= LONG_NODES, |tree| tree.plan_backup(&nodes.0)).map(BackupPlan)
     }

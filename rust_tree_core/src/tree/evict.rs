@@ -1,7 +1,9 @@
 //! Making room on device and on host: which nodes go, in one plan a call.
 
-use super::Tree;
+use std::collections::{HashMap, HashSet};
+
 use super::node::{Slot, flag};
+use super::{ById, Tree};
 use crate::NodeId;
 use crate::error::{Error, Result, bad_argument, bad_lock};
 use crate::events::Tier;
@@ -67,7 +69,7 @@ impl Tree {
 
     /// Gives up nodes that `evict` named for write-back: they are deleted, unless somebody uses them by now.
     pub fn drop_nodes(&mut self, nodes: &[NodeId]) -> Result<Evicted> {
-        let mut listed = std::collections::HashSet::new();
+        let mut listed = HashSet::new();
         for &id in nodes {
             let node = &self.nodes[self.slot(id)? as usize];
             if node.hold != id || id == 0 {
@@ -117,6 +119,56 @@ impl Tree {
             }
         }
         freed
+    }
+
+    /// How many host pages `evict_host(limit)` would free, at most `limit`; nothing changes.
+    ///
+    /// Exactly as many as it would return, but that a copy of a node on device goes whole: what it would free past
+    /// `limit` is not counted. Costs as much as there are nodes in the pages counted.
+    pub fn evictable_host_pages(&mut self, limit: usize) -> usize {
+        self.count_host_victims(limit).0
+    }
+
+    /// The same, and how many nodes were counted.
+    ///
+    /// No victim keeps another one from going, so their order is of no matter: those that could go now, and each
+    /// node above them as soon as the last child that keeps it has been counted.
+    fn count_host_victims(&mut self, limit: usize) -> (usize, usize) {
+        let (mut pages, mut nodes) = (0, 0);
+        if limit == 0 {
+            return (pages, nodes);
+        }
+        self.settle_host_order();
+        // Of nodes with several children in the way: how many of those have been counted.
+        let mut gone: ById<u32> = HashMap::default();
+        for &(_, _, candidate) in self.host_order.iter() {
+            let mut slot = candidate;
+            loop {
+                let node = &self.nodes[slot as usize];
+                nodes += 1;
+                pages += node.len as usize;
+                if pages >= limit {
+                    return (limit, nodes);
+                }
+                slot = node.parent;
+                let parent = &self.nodes[slot as usize];
+                if !parent.may_leave_host() {
+                    break; // such as the root
+                }
+                match self.children_that_keep_on_host(parent) {
+                    0 => break, // a candidate already
+                    1 => {}
+                    all => {
+                        let gone = gone.entry(parent.id).or_default();
+                        *gone += 1;
+                        if *gone < all {
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+        (pages, nodes)
     }
 
     /// A backed node leaves the device.
@@ -462,6 +514,88 @@ mod tests {
         assert_eq!(tree.node_info(inner).unwrap().host_pages, None);
         assert_eq!(tree.get(&leaf(0, 4)).device_length, 4);
         tree.sound();
+    }
+
+    /// What the tree says could go, and what then goes.
+    fn foretold_and_freed(tree: &mut Tree, limit: usize) -> (usize, usize) {
+        let digest = tree.digest();
+        let foretold = tree.evictable_host_pages(limit);
+        assert_eq!(tree.digest(), digest);
+        tree.sound();
+        let freed = tree.evict_host(limit).len();
+        tree.sound();
+        (foretold, freed)
+    }
+
+    #[test]
+    fn host_room_is_foretold_through_what_leaves_before() {
+        // Two leaves below one node, and one node above that; only on host, on device, or the lower ones only on host.
+        for (evicted, policy) in [0, 3, 9].into_iter().flat_map(|evicted| {
+            [WritePolicy::WriteThrough, WritePolicy::WriteBack].map(|policy| (evicted, policy))
+        }) {
+            for limit in [0, 1, 2, 3, 5, 8, 9, 10, usize::MAX] {
+                let mut tree = tree(1, Some(policy));
+                let nodes = [&[0, 1][..], &[0, 1, 2, 3, 4], &[0, 1, 2, 3, 4, 5], &[0, 1, 2, 3, 4, 7, 8, 9]];
+                let nodes: Vec<_> =
+                    nodes.iter().zip(0..).map(|(key, i)| tree.put(key, 10 * i).node).collect();
+                tree.backed_up(&nodes, 0);
+                tree.evict(evicted, None);
+                let (foretold, freed) = foretold_and_freed(&mut tree, limit);
+                assert_eq!(foretold, limit.min(9));
+                assert!((foretold..foretold + 3).contains(&freed), "{limit}: {foretold}, {freed}");
+            }
+        }
+    }
+
+    #[test]
+    fn host_room_is_not_foretold_where_something_keeps_it() {
+        let mut tree = tree(1, Some(WritePolicy::WriteThrough));
+        let upper = tree.put(&leaf(0, 2), 0).node;
+        let left = tree.put(&leaf(0, 5), 0).node;
+        let right = tree.put(&[0, 1, 9], 10).node;
+        tree.backed_up(&[upper, left, right], 0);
+        let mut host = tree.inc_host_lock_ref(left).unwrap();
+        assert_eq!(tree.evictable_host_pages(9), 1); // `right` alone: `left` keeps what is above it too
+        tree.dec_host_lock_ref(&mut host).unwrap();
+        assert_eq!(tree.evictable_host_pages(9), 6);
+        let pin = tree.pin(upper, None).unwrap();
+        assert_eq!(tree.evictable_host_pages(9), 4);
+        tree.unpin(pin).unwrap();
+        tree.evict(4, None); // `left` and `right`
+        let mut device = tree.inc_lock_ref(right).unwrap();
+        assert_eq!(tree.evictable_host_pages(9), 3);
+        tree.dec_lock_ref(&mut device).unwrap();
+        let mut plan = tree.plan_load_back(right).unwrap();
+        let ack = tree.begin_load_back(&mut plan, &[20]).unwrap();
+        assert_eq!(tree.evictable_host_pages(9), 3);
+        tree.finish_load_back(ack).unwrap();
+        // On device again, and what comes below it waits for its copy.
+        let below = tree.put(&[0, 1, 9, 8], 30).node;
+        let ack = tree.begin_backup(&[below], &[40]).unwrap();
+        assert_eq!(tree.evictable_host_pages(9), 3);
+        tree.finish_backup(ack).unwrap();
+        assert_eq!(foretold_and_freed(&mut tree, 9), (7, 7));
+        assert_eq!(foretold_and_freed(&mut tree, 9), (0, 0));
+    }
+
+    #[test]
+    fn host_room_is_foretold_at_the_cost_of_what_is_counted() {
+        for policy in [WritePolicy::WriteThrough, WritePolicy::WriteBack] {
+            let mut tree = tree(1, Some(policy));
+            // A node with 1,000 leaves of two pages below it, and a chain of 1,000 nodes.
+            let mut nodes: Vec<_> = (0..1000).map(|i| tree.put(&[1, i, i], 2 * i + 1).node).collect();
+            nodes.extend((1..=1000).map(|end| tree.put(&leaf(5000, end), 5000).node));
+            tree.backed_up(&nodes, 0);
+            for evicted in [0, 10_000] {
+                tree.evict(evicted, None);
+                for (limit, most) in [(0, 0), (1, 1), (10, 10), (500, 500)] {
+                    let (pages, visited) = tree.count_host_victims(limit);
+                    assert_eq!(pages, limit);
+                    assert!(visited <= most, "{visited} nodes for {limit} pages");
+                }
+                assert_eq!(tree.count_host_victims(usize::MAX), (3001, 2001));
+            }
+        }
     }
 
     #[test]

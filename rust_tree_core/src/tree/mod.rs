@@ -725,21 +725,29 @@ impl Tree {
 
     /// Where a node stands among the candidates for host eviction, if it is one.
     fn host_rank(&self, node: &Node) -> Option<HostRank> {
-        if !node.published() || node.has(flag::PENDING_LOAD) || node.host_locked() || node.pins > 0 {
+        if !node.may_leave_host() || self.children_that_keep_on_host(node) > 0 {
             return None;
         }
-        let group = if node.on_device() {
-            if self.is_gap_free() && node.host_children > 0 {
-                return None;
-            }
-            if node.is_device_leaf() { host_group::COPIES_OF_LEAVES } else { host_group::COPIES }
-        } else {
-            if node.locked() || node.first_child != NONE {
-                return None;
-            }
+        let group = if !node.on_device() {
             self.host_leaves
+        } else if node.is_device_leaf() {
+            host_group::COPIES_OF_LEAVES
+        } else {
+            host_group::COPIES
         };
         Some((group, self.policy.key(&node.access(self.shape.page))))
+    }
+
+    /// How many children have to leave the host before this node can: all of what only the host holds, and those
+    /// with a host copy where host copies may have no gaps.
+    fn children_that_keep_on_host(&self, node: &Node) -> u32 {
+        if !node.on_device() {
+            node.child_count
+        } else if self.is_gap_free() {
+            node.host_children
+        } else {
+            0
+        }
     }
 
     /// Brings `host_order` up to date.

@@ -237,6 +237,16 @@ impl Node {
         self.hold != 0
     }
 
+    /// Has a host copy that nothing keeps, but for its children: an eviction from host may take it once none of those
+    /// is in the way.
+    pub fn may_leave_host(&self) -> bool {
+        self.published()
+            && !self.has(flag::PENDING_LOAD)
+            && !self.host_locked()
+            && self.pins == 0
+            && (self.on_device() || !self.locked())
+    }
+
     /// On device, unlocked, and nothing below it on device (the root never is).
     pub fn is_device_leaf(&self) -> bool {
         self.on_device() && !self.locked() && self.device_children == 0

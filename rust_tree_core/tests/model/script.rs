@@ -106,6 +106,9 @@ pub enum Call {
     EvictHost {
         pages: u8,
     },
+    EvictableHost {
+        limit: u8,
+    },
     Backup {
         source: Source,
         picks: Vec<u8>,
@@ -165,7 +168,7 @@ pub enum Call {
 }
 
 /// How often each kind of call comes. The order is that of `random_call`.
-const WEIGHTS: [usize; 30] = [
+const WEIGHTS: [usize; 31] = [
     100, // match
     30,  // peek
     15,  // match many
@@ -196,6 +199,7 @@ const WEIGHTS: [usize; 30] = [
     12,  // take events
     2,   // reset
     25,  // match node
+    30,  // evictable host pages
 ];
 
 impl Config {
@@ -386,7 +390,9 @@ impl Drawing {
             26 => Call::Hashes { node: pick },
             27 => Call::TakeEvents,
             28 => Call::Reset,
-            _ => Call::MatchNode { node: pick, less: self.random.small(3) },
+            29 => Call::MatchNode { node: pick, less: self.random.small(3) },
+            // Half of the time as many as there can be.
+            _ => Call::EvictableHost { limit: if pick < 128 { u8::MAX } else { self.random.small(12) } },
         }
     }
 

@@ -52,6 +52,7 @@ impl Driver<'_> {
             Call::Evict { pages, room } => self.evict(*pages, *room),
             Call::Drop { picks, flaw } => self.drop_nodes(picks, *flaw),
             Call::EvictHost { pages } => self.evict_host(*pages),
+            Call::EvictableHost { limit } => self.evictable_host_pages(*limit),
             Call::Backup { source, picks, plan, off } => self.backup(*source, picks, *plan, *off),
             Call::FinishBackup { ack } => self.finish_backup(*ack),
             Call::CancelBackup { ack } => self.cancel_backup(*ack),
@@ -347,11 +348,20 @@ impl Driver<'_> {
 
     fn evict_host(&mut self, pages: u8) -> Outcome {
         let pages = usize::from(pages);
+        let foretold = self.tree.evictable_host_pages(pages);
         let got = self.tree.evict_host(pages);
+        equal("host pages foretold", &foretold, &got.len().min(pages))?;
         let want = self.model.evict_host(pages);
         equal("host pages evicted", &got, &want)?;
         self.host.give(&want)?;
         Ok(Effect::Changed)
+    }
+
+    fn evictable_host_pages(&mut self, limit: u8) -> Outcome {
+        let limit = usize::from(limit);
+        let got = self.tree.evictable_host_pages(limit);
+        equal("host pages that could go", &got, &self.model.evictable_host_pages(limit))?;
+        Ok(Effect::Same)
     }
 
     // ---- backup ----

@@ -255,6 +255,10 @@ impl ModelTree {
         out
     }
 
+    pub fn evictable_host_pages(&self, limit: usize) -> usize {
+        self.clone().evict_host(limit).len().min(limit)
+    }
+
     /// What may leave the host, in groups, the first of which goes first.
     fn host_groups(&self) -> Vec<Vec<NodeId>> {
         let ids = self.nodes.keys().copied();

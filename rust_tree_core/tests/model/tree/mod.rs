@@ -100,6 +100,7 @@ struct Planned {
     start: usize,
 }
 
+#[derive(Clone)]
 pub struct ModelTree {
     config: TreeConfig,
     /// All nodes but the root.
