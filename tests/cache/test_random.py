@@ -15,6 +15,7 @@ the page accounts are checked, and at the end of an episode nothing is held.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 from collections import deque
@@ -132,7 +133,7 @@ class Episode:
             settings["storage"] = self.store
             if settings["host_layout"] == "page_head" and pool.shape.heads == 2:
                 settings["storage_head_groups"] = rng.choice((1, 2))
-            settings["prefetch_threshold"] = rng.choice((0, 2 * PAGE, "auto"))
+            settings["prefetch_threshold"] = rng.choice((0, 0, 2 * PAGE, "auto"))
             settings["prefetch_policy"] = rng.choice(("best_effort", "timeout", "wait_complete"))
         elif policy is not None and chance(rng, 0.25):
             settings["host_layout"] = "layer_first"
@@ -160,7 +161,7 @@ class Episode:
         self.weights = 0
         self.before = self.cache.stats()
         if self.stored:
-            if chance(rng, 0.7):
+            if chance(rng, 0.8):
                 self.fill_storage()
             if chance(rng, 0.5):
                 self.store.fault = self.fault
@@ -177,9 +178,10 @@ class Episode:
         """What an earlier process has stored."""
         assert self.copies is not None
         fail, self.copies.fail = self.copies.fail, lambda handle: False
-        for conversation in range(5):
-            tokens = np.arange(9 * PAGE) + 1000 * conversation
-            request = self.cache.begin(tokens, **self.rng.choice(NAMESPACES))
+        # In small parts, for small host pools.
+        for conversation, pages in itertools.product(range(5), range(2, 10, 2)):
+            tokens = np.arange(pages * PAGE) + 1000 * conversation
+            request = self.cache.begin(tokens)
             try:
                 request.extend()
             except CapacityError:
