@@ -183,6 +183,8 @@ def test_a_page_that_fails_ends_both_hits(fault: str) -> None:
     faults = iter([None] * 4 + [fault])
     hands.store.fault = lambda: next(faults, None)
     hands.go()
+    # What was read past it hangs below nothing else.
+    assert hands.cache.usage()["host_tree_pages"] == 3
     assert [served(first), served(second)] == [3 * PAGE] * 2
     hands.end()
 
