@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unified_cache.errors import ArgumentError, StorageError
-from unified_cache.storage.backends import mediums, slot_index
+from unified_cache.errors import ArgumentError, ClosedError, StorageError
+from unified_cache.storage.backends import mediums, slot_index, slot_store
 from unified_cache.storage.backends.file import FileBackend
 from unified_cache.storage.backends.process_locks import ProcessLocks
 from unified_cache.storage.backends.slot_index import BLOCK
@@ -447,6 +447,27 @@ def test_no_descriptors(folder: Path) -> None:
 
 
 # Parts.
+
+
+def test_files_are_their_owners(store: FileBackend, folder: Path) -> None:
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_keys_while_objects_come_and_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slot_index, slot_store):
+        monkeypatch.setattr(module, "SWEEP", 4)
+    store = FileBackend(folder, SIZE, slot_bytes=BODY)
+    put(store, range(SLOTS))
+    keys = store.keys()
+    seen = [next(keys), next(keys)]
+    store.delete([key(number) for number in range(4, 9)])
+    seen += keys
+    assert len(set(seen)) == len(seen) == SLOTS - 5
+    keys = store.keys()
+    next(keys)
+    store.close()
+    with pytest.raises(ClosedError):
+        list(keys)
 
 
 def test_locks_of_instances(tmp_path: Path) -> None:

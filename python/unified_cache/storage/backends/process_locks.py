@@ -40,7 +40,7 @@ class ProcessLocks:
     """
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # The lock of a file is not one between threads that use the same open file.
         self._threads = threading.Lock()
         try:

@@ -8,7 +8,9 @@ table when the machine was booted since, or when somebody has died in the middle
 Readers take no lock. They look at a slot's word, read what they want, and look again: a word that is another
 one now says that the slot was given to somebody else meanwhile, and that nothing that was read counts. So
 every change of the index is a store of 8 bytes, and a word is changed before anything else of its slot is.
-Writers take the lock twice, before and after they write bodies, never while they do.
+Writers take the lock twice, before and after they write bodies, never while they do. (Processors that
+reorder loads are kept from it by the system calls in between; where `mmap` and `shm` read without any, the
+checksum that is around every object is what makes sure.)
 
 When there is no free slot, CLOCK says which object goes: a hand goes round over all slots, takes the first
 one that was not read since it came by last, and lets an object that is read often pass up to three times. It
@@ -45,7 +47,7 @@ from unified_cache.storage.backends.slot_records import (
     pack_keys,
 )
 
-__all__ = ["Found", "SlotGeometry", "SlotIndex", "read_geometry", "write_geometry"]
+__all__ = ["SWEEP", "Found", "SlotGeometry", "SlotIndex", "read_geometry", "runs_of", "write_geometry"]
 
 BLOCK = 4096
 
@@ -71,7 +73,7 @@ _AT_MAGIC, _AT_SLOTS, _AT_BUCKETS, _AT_BOOT, _AT_BUSY = 0, 1, 2, 3, 5
 _AT_HAND, _AT_FREE_HAND, _AT_FREE, _AT_GONE, _AT_EVICTED, _AT_RECOVERED, _AT_REBUILT = 6, 7, 8, 9, 10, 11, 12
 _HEAD_WORDS = BLOCK // 8
 
-_SWEEP = 4096  # slots looked at in one step of the hand
+SWEEP = 4096  # slots looked at in one step of the hand
 _MOST_REFERENCES = 3
 _LOAD_RECORDS = 8192  # at once when the index is built: they stay in the cache of the processor
 
@@ -204,7 +206,7 @@ class SlotIndex:
         self._records = np.frombuffer(
             mmap.mmap(table, geometry.table_bytes, mmap.MAP_SHARED, mmap.PROT_READ), RECORD, slots, BLOCK
         )
-        file = os.open(f"{prefix}.index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(f"{prefix}.index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(file).st_size != geometry.index_bytes:
                 os.ftruncate(file, geometry.index_bytes)
@@ -311,14 +313,12 @@ class SlotIndex:
         """They were read; a mark that is lost among processes does no harm."""
         self._references[slots] = np.minimum(self._references[slots] + np.uint8(1), _MOST_REFERENCES)
 
-    def keys(self) -> Iterator[str]:
-        """Of all objects."""
-        for start in range(0, self.geometry.slots, _SWEEP):
-            words = self._words[start : start + _SWEEP].copy()
-            slots = np.flatnonzero((words & _STATE) == _PUBLISHED) + start
-            if len(slots):
-                packed = key_words(self._records[slots])
-                yield from keys_of(packed[self.unchanged(slots, words[slots - start])])
+    def keys(self, start: int) -> list[str]:
+        """Of the objects in the `SWEEP` slots from this one on."""
+        words = self._words[start : start + SWEEP].copy()
+        slots = np.flatnonzero((words & _STATE) == _PUBLISHED) + start
+        packed = key_words(self._records[slots])
+        return keys_of(packed[self.unchanged(slots, words[slots - start])])
 
     def stats(self) -> dict[str, int]:
         """Numbers of what is there now."""
@@ -360,7 +360,7 @@ class SlotIndex:
         left = self.geometry.slots * (1 if only_free else _MOST_REFERENCES + 1)
         taken: list[npt.NDArray[np.int64]] = []
         while count and left:
-            end = min(hand + _SWEEP, self.geometry.slots, hand + left)
+            end = min(hand + SWEEP, self.geometry.slots, hand + left)
             states = self._words[hand:end] & _STATE
             usable = states == _FREE
             if not only_free:
@@ -405,7 +405,7 @@ class SlotIndex:
 
     def _wipe(self, slots: npt.NDArray[np.int64]) -> bool:
         old = np.sort(slots[self._records["check"][slots] != 0])
-        for begin, end in runs_of(old, _SWEEP):
+        for begin, end in runs_of(old, SWEEP):
             self._write(int(old[begin]), bytes((end - begin) * RECORD_BYTES))
         return bool(len(old))
 
@@ -429,7 +429,7 @@ class SlotIndex:
         records["key"] = packed[order]
         records["head"][:, : headers.shape[1]] = headers[order]
         records["check"] = checksums(records)
-        for begin, end in runs_of(slots[order], _SWEEP):
+        for begin, end in runs_of(slots[order], SWEEP):
             self._write(int(slots[order[begin]]), records[begin:end].tobytes())
 
     def _write(self, slot: int, data: bytes) -> None:

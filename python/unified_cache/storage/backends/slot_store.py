@@ -22,6 +22,7 @@ from unified_cache.storage.backends.io_threads import IoThreads
 from unified_cache.storage.backends.mediums import Medium
 from unified_cache.storage.backends.process_locks import LockTimeoutError, ProcessLocks
 from unified_cache.storage.backends.slot_index import (
+    SWEEP,
     SlotGeometry,
     SlotIndex,
     read_geometry,
@@ -134,7 +135,7 @@ class SlotStore(Backend):
     # Opening. The caller holds the mutex.
 
     def _attach(self, size: int | None, slot_bytes: int | None) -> None:
-        table = os.open(f"{self._prefix}.table", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        table = os.open(f"{self._prefix}.table", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             geometry = read_geometry(table)
             if geometry is None:
@@ -164,7 +165,7 @@ class SlotStore(Backend):
         """Take room on the medium now: a write that fails later would be too late to say so."""
         if size is None:
             raise StorageError("there is no store yet: add size=, bytes such as 100GB")
-        file = os.open(f"{self._prefix}.data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(f"{self._prefix}.data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, 0)
@@ -423,7 +424,13 @@ class SlotStore(Backend):
         """The keys of all objects."""
         with self._calls, self._clear_errors():
             store = self._store()
-            return iter([] if store is None else list(store.index.keys()))
+        return iter(()) if store is None else self._keys(store)
+
+    def _keys(self, store: _Open) -> Iterator[str]:
+        for start in range(0, store.index.geometry.slots, SWEEP):
+            with self._calls:
+                part = store.index.keys(start)
+            yield from part
 
     def clear(self) -> None:
         """Forget every object, and give back what processes that died had taken."""
