@@ -25,7 +25,7 @@ from unified_cache.storage.urls import StorageUrl
 _MISSING = why_not_here()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
-DEADLINE = 2.0
+DEADLINE = 3.0
 LIMIT = DEADLINE * 1.2
 HIT, MISS, FULL = PageStatus.HIT, PageStatus.MISS, PageStatus.FULL
 

@@ -54,7 +54,8 @@ _LANES = 16  # connections to each owner of a segment; the most that the client 
 _MASTER_PORT, _METRICS_PORT = 50051, 9003  # the master's own defaults
 _HEADER_BYTES = 1 << 20  # registered memory for the headers of one native call
 _LOCAL_BUFFER = 16 << 20  # the client's own scratch memory; batches do not go through it
-_MOST_PAGES = 128  # in one native call, where no limit of time says less
+_MOST_PAGES = 128  # in one native call
+_MOST_PACED_PAGES = 32  # in one that waits on TCP connections
 # A write that returned 0 may have met another one of the same key: so long that one may take to end.
 _OTHER_WRITER_SECONDS = 0.25
 
@@ -133,18 +134,22 @@ def client_environment(deadline: float) -> dict[str, str]:
 
     They hold for everything in the process that uses Mooncake, so what is set there already stays as it is.
     """
-    # Seconds are integers there. A transfer without progress is given up after one to two of these times.
-    stall = str(max(1, int(deadline / 8)))
+    # Seconds are integers there. A transfer to an owner that hangs is given up after up to two of these
+    # times, and then comes what waited behind it: with 4 lanes and no limit a batch of 32 took 26 s. So only
+    # as much may wait in the queue as the deadline has time for; the rest may wait a moment for its place.
+    stall = max(1, int(deadline / 8))
+    wait = deadline / 8
+    rounds = max(1, int((deadline - wait) / (2 * stall)))
     return {
         # A write asks the master twice.
         "MC_RPC_TIMEOUT_MS": str(max(50, int(deadline * 500))),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(max(50, int(deadline * 500))),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall,
-        "MC_TCP_STATUS_TIMEOUT_SEC": stall,
-        "MC_TCP_ADMISSION_TIMEOUT_MS": str(max(50, int(deadline * 250))),
-        "MC_HANDSHAKE_CONNECT_TIMEOUT": stall,
-        # Transfers to an owner that hangs time out lane after lane: with 4 lanes a batch of 32 took 26 s.
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(stall),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(stall),
+        "MC_TCP_ADMISSION_TIMEOUT_MS": str(max(50, int(wait * 1000))),
         "MC_TCP_LANES_PER_PEER": str(_LANES),
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(max(1, _LANES * (rounds - 1))),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": str(stall),
         # Each try is a timeout if the master hangs; 20 by default.
         "MC_STORE_CLIENT_SETUP_RETRIES": "2",
         # Else it writes a line for every object that is not there, and fifteen for each start.
@@ -213,9 +218,9 @@ class MooncakeBackend(Backend):
     Headers and bodies are read and written where they are (headers through a little memory of its own that is
     registered); bodies are copied once more only with `client`, whose shared memory is its own.
 
-    Over TCP one native call runs at a time, of so many objects that even with an owner that hangs it ends
-    within the deadline: lanes are shared, so two calls at once would be one twice as long. What can still
-    take longer: docs/mooncake.md.
+    Over TCP one native call runs at a time: connections to an owner are shared, so a second one would only
+    wait for the first, and no longer end within the deadline if the owner hangs. What can still take longer:
+    docs/mooncake.md.
     """
 
     scheme: ClassVar[str] = "mooncake"
@@ -269,11 +274,11 @@ class MooncakeBackend(Backend):
         if not self._paced:
             return _MOST_PAGES, 0.0
         environment = client_environment(self._deadline) | os.environ
-        stall = 2.0 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        wait = int(environment["MC_TCP_ADMISSION_TIMEOUT_MS"]) / 1000
         lanes = int(environment["MC_TCP_LANES_PER_PEER"])
-        rounds = max(1, int(self._deadline * 0.9 / stall))
-        # Header and body go one after the other through the same lanes.
-        return max(1, min(_MOST_PAGES, lanes * rounds // 2)), rounds * stall
+        queued = int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"])
+        stall = 2 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        return _MOST_PACED_PAGES, wait + stall * ((lanes + queued) // lanes)
 
     def _reach(self) -> None:
         """Return if somebody listens where the first hop goes.
