@@ -42,6 +42,9 @@ _TRANSFER_FAILED = -800  # also: the object is shorter than its destination
 _NO_CONNECTION = -900
 _NO_REPLY = -901
 
+_NO_ANSWER = -1  # over shared memory, to whether objects exist, for either of the two
+_UNREACHED = (_NO_CONNECTION, _NO_REPLY, _NO_ANSWER)
+
 _READ_STATUS = {
     _NOT_FOUND: PageStatus.MISS,
     _BEING_WRITTEN: PageStatus.MISS,
@@ -238,6 +241,7 @@ class MooncakeBackend(Backend):
         self._closing = threading.Event()
         self._closed = False
         self._suspect = True  # the last call did not reach the store: ask first whether anybody listens
+        self._reopening = False  # one call is replacing a client over shared memory that has lost its owner
         self._sizes_vary = False  # objects shorter than their memory were met
         self._ranges: list[tuple[int, int]] = []
         self._allocated: list[tuple[Any, int]] = []  # allocator, address
@@ -320,6 +324,27 @@ class MooncakeBackend(Backend):
             )
         return store
 
+    def _reopen(self) -> None:
+        """Take a new client: one over shared memory does not find its owner again, nor does a new owner know
+        its memory. Nobody else is in a call."""
+        self._drop()
+        self._store = self._connect()
+        self._make_blocks()
+        self._suspect = False
+
+    def _drop(self) -> None:
+        """Give back the client and everything that it knew."""
+        while not self._blocks.empty():
+            self._blocks.get()
+        for start, _ in self._ranges:
+            self._store.unregister_buffer(start)
+        self._store.close()
+        for allocator, address in self._allocated:
+            allocator.free(address)
+        self._ranges.clear()
+        self._allocated.clear()
+        self._kept.clear()
+
     def _make_blocks(self) -> None:
         settings = self._settings
         bodies = 0
@@ -374,25 +399,35 @@ class MooncakeBackend(Backend):
         with self._state:
             if self._closed:
                 raise ClosedError("the mooncake backend was closed before this call")
+            lost = self._suspect and bool(self._settings.client)
+            if self._reopening or (lost and self._calls):
+                raise StorageError(
+                    f"mooncake client {self._settings.client} was lost and is looked for: try again later"
+                )
             self._calls += 1
+            self._reopening = lost
         try:
             started = time.monotonic()
             if self._suspect:
                 self._reach()
+            if lost:
+                self._reopen()
             yield started
         finally:
             with self._state:
                 self._calls -= 1
+                if lost:
+                    self._reopening = False
                 self._state.notify_all()
 
     def _hear(self, codes: Sequence[int]) -> None:
         """Take note of whether the store was reached; raises if for none of the objects it was."""
         if not codes:
             return
-        unreached = [code for code in codes if code in (_NO_CONNECTION, _NO_REPLY)]
+        unreached = [code for code in codes if code in _UNREACHED]
         self._suspect = bool(unreached)
         if len(unreached) == len(codes):
-            said = "no connection" if unreached[0] == _NO_CONNECTION else "no reply in time"
+            said = "no reply in time" if unreached[0] == _NO_REPLY else "no connection"
             host, port = self._target
             raise StorageError(
                 f"mooncake at {host}:{port} was asked for {len(codes)} objects and answered {unreached[0]} "
@@ -510,7 +545,7 @@ class MooncakeBackend(Backend):
             lengths = []
             for key in keys:
                 lengths.append(self._store.get_size(key))
-                if lengths[-1] in (_NO_CONNECTION, _NO_REPLY):
+                if lengths[-1] in _UNREACHED:
                     return lengths + [lengths[-1]] * (len(keys) - len(lengths))
             return lengths
         found = self._store.batch_get_replica_desc(keys)
@@ -580,7 +615,7 @@ class MooncakeBackend(Backend):
         while rows and not self._suspect:
             codes = self._store.batch_is_exist([keys[row] for row in rows])
             rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
-            if any(code in (_NO_CONNECTION, _NO_REPLY) for code in codes):
+            if any(code in _UNREACHED for code in codes):
                 self._suspect = True
                 break
             rows = [row for row in rows if self._store.get_size(keys[row]) == _BEING_WRITTEN]
@@ -753,11 +788,7 @@ class MooncakeBackend(Backend):
             self._state.wait_for(lambda: self._calls == 0)
         if not first:
             return
-        for start, _ in self._ranges:
-            self._store.unregister_buffer(start)
-        self._store.close()
-        for allocator, address in self._allocated:
-            allocator.free(address)
+        self._drop()
 
 
 def _step(batch: ObjectBatch) -> int:
