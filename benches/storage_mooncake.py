@@ -114,8 +114,9 @@ def measure(master: Master, owner: Owner, shared: bool, size: int, rounds: int) 
 
     def backend_turn(turn: int) -> None:
         keys = [f"ours-{turn}-{page}" for page in range(PAGES)]
-        timed("set", lambda: backend.set(ours.batch(keys)), PageStatus.HIT)
-        timed("get", lambda: backend.get(ours_read.batch(keys)), PageStatus.HIT)
+        written, read = ours.batch(keys), ours_read.batch(keys)
+        timed("set", lambda: backend.set(written), PageStatus.HIT)
+        timed("get", lambda: backend.get(read), PageStatus.HIT)
         assert (ours_read.bodies == ours.bodies).all()
         backend.delete(keys)
 

@@ -247,6 +247,8 @@ class MooncakeBackend(Backend):
         self._allocated: list[tuple[Any, int]] = []  # allocator, address
         self._kept: list[npt.NDArray[np.uint8]] = []
         self._pages, self._call_seconds = self._call_limits()
+        # A transfer that failed after fewer seconds was not given up for want of progress.
+        self._stall = 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
         self._reach()
         self._store = self._connect()
         self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
@@ -491,10 +493,10 @@ class MooncakeBackend(Backend):
             stalled = self._paced and time.monotonic() - begun > self._stall
             heard += codes
             failed = []
+            headers = block.headers[: len(rows) * header].reshape(len(rows), header)
             for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
                 if code == header + sizes[row]:
-                    offset = place * header
-                    batch.headers[row] = block.headers[offset : offset + header]
+                    batch.headers[row] = headers[place]
                     if bounced:
                         target = np.frombuffer(batch.bodies[row], np.uint8)
                         start = place * _step(batch)
@@ -510,11 +512,6 @@ class MooncakeBackend(Backend):
                     if code == _TRANSFER_FAILED:
                         failed.append(row)
         return failed
-
-    @property
-    def _stall(self) -> float:
-        """A transfer that failed after fewer seconds was not given up for want of progress."""
-        return self._call_seconds and 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
 
     def _fit(
         self,
@@ -584,9 +581,9 @@ class MooncakeBackend(Backend):
                 return False
             bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            for place, row in enumerate(rows):
-                block.headers[place * header : (place + 1) * header] = batch.headers[row]
-                if bounced:
+            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[rows]
+            if bounced:
+                for place, row in enumerate(rows):
                     source = np.frombuffer(batch.bodies[row], np.uint8)
                     start = place * _step(batch)
                     np.copyto(block.bodies[start : start + sizes[row]], source[: sizes[row]])
