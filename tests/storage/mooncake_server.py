@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
-__all__ = ["MASTER", "Master", "Owner", "Process", "free_port", "why_not_here"]
+__all__ = ["MASTER", "Master", "Owner", "Process", "free_port", "wait_until", "why_not_here"]
 
 MASTER = "127.0.0.1"
 _READY = 20.0  # seconds; the slowest start that was seen took 3
@@ -57,8 +57,11 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = _READY) -> 
 class Process:
     """One server process, which can be frozen, killed, and started again with the same arguments."""
 
-    def __init__(self, arguments: list[str], port: int) -> None:
+    def __init__(
+        self, arguments: list[str], port: int, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._arguments = arguments
+        self._environment = {**os.environ, **environment}
         self.port = port
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -67,7 +70,11 @@ class Process:
         """Start it, and wait until it listens."""
         assert self._process is None
         self._process = subprocess.Popen(
-            self._arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+            self._arguments,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         wait_until(self._listens, f"{self._arguments[0]} listens on port {self.port}")
 
@@ -126,9 +133,11 @@ class Master(Process):
 
 
 class Owner(Process):
-    """A process that gives a segment of its memory to the master, and serves dummy clients."""
+    """A process that gives a segment to the master, and works for clients over shared memory."""
 
-    def __init__(self, master: Master, megabytes: int = 256) -> None:
+    def __init__(
+        self, master: Master, megabytes: int = 256, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         port = free_port()
         self.address = f"{MASTER}:{port}"
         super().__init__(
@@ -144,4 +153,5 @@ class Owner(Process):
                 "--logtostderr",
             ],
             port,
+            environment,
         )

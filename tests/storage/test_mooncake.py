@@ -25,7 +25,7 @@ from unified_cache.storage.urls import StorageUrl
 _MISSING = why_not_here()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
-DEADLINE = 2.0
+DEADLINE = 3.0
 LIMIT = DEADLINE * 1.2
 HIT, MISS, FULL = PageStatus.HIT, PageStatus.MISS, PageStatus.FULL
 
@@ -379,6 +379,53 @@ def test_nothing_is_written_to_memory_after_a_read_has_timed_out() -> None:
         assert all(other.holds(row, key, other.size) for row, key in enumerate(keys[:8]))
         assert (memory.bodies == 0xEE).all()
         assert (memory.headers == 0xEE).all()
+        backend.close()
+
+
+def test_a_client_over_shared_memory_is_found_again() -> None:
+    environment = client_environment(DEADLINE)
+    with Master("--client_ttl=2") as master, Owner(master, environment=environment) as owner:
+        backend = opened(master, client=owner.address)
+        memory = Memory(8, 64 << 10)
+        keys = [f"k{row}" for row in range(8)]
+
+        def round_trip() -> bool:
+            # What the owner had before it died can neither be read nor written until the master drops it.
+            try:
+                if backend.set(memory.fill(keys)) != [HIT] * 8:
+                    return False
+                memory.wipe()
+                return backend.get(memory.batch(keys)) == [HIT] * 8
+            except StorageError:
+                return False
+
+        def works() -> None:
+            wait_until(round_trip, "objects are stored and read")
+            assert all(memory.holds(row, key, memory.size) for row, key in enumerate(keys))
+
+        works()
+        calls: list[Callable[[], object]] = [
+            lambda: backend.exists([keys]),
+            lambda: backend.get(memory.batch(keys)),
+            lambda: backend.set(memory.fill(keys)),
+            lambda: backend.delete(keys),
+        ]
+
+        def refused(message: str) -> None:
+            for call in calls:
+                started = time.monotonic()
+                with pytest.raises(StorageError, match=message):
+                    call()
+                assert time.monotonic() - started < LIMIT
+
+        owner.kill()
+        refused("no connection|can not be reached")
+        owner.start()
+        works()
+        master.freeze()
+        refused("no connection")
+        master.thaw()
+        works()
         backend.close()
 
 

@@ -42,6 +42,9 @@ _TRANSFER_FAILED = -800  # also: the object is shorter than its destination
 _NO_CONNECTION = -900
 _NO_REPLY = -901
 
+_NO_ANSWER = -1  # over shared memory, to whether objects exist, for either of the two
+_UNREACHED = (_NO_CONNECTION, _NO_REPLY, _NO_ANSWER)
+
 _READ_STATUS = {
     _NOT_FOUND: PageStatus.MISS,
     _BEING_WRITTEN: PageStatus.MISS,
@@ -54,7 +57,8 @@ _LANES = 16  # connections to each owner of a segment; the most that the client 
 _MASTER_PORT, _METRICS_PORT = 50051, 9003  # the master's own defaults
 _HEADER_BYTES = 1 << 20  # registered memory for the headers of one native call
 _LOCAL_BUFFER = 16 << 20  # the client's own scratch memory; batches do not go through it
-_MOST_PAGES = 128  # in one native call, where no limit of time says less
+_MOST_PAGES = 128  # in one native call
+_MOST_PACED_PAGES = 32  # in one that waits on TCP connections
 # A write that returned 0 may have met another one of the same key: so long that one may take to end.
 _OTHER_WRITER_SECONDS = 0.25
 
@@ -133,18 +137,22 @@ def client_environment(deadline: float) -> dict[str, str]:
 
     They hold for everything in the process that uses Mooncake, so what is set there already stays as it is.
     """
-    # Seconds are integers there. A transfer without progress is given up after one to two of these times.
-    stall = str(max(1, int(deadline / 8)))
+    # Seconds are integers there. A transfer to an owner that hangs is given up after up to two of these
+    # times, and then comes what waited behind it: with 4 lanes and no limit a batch of 32 took 26 s. So only
+    # as much may wait in the queue as the deadline has time for; the rest may wait a moment for its place.
+    stall = max(1, int(deadline / 8))
+    wait = deadline / 8
+    rounds = max(1, int((deadline - wait) / (2 * stall)))
     return {
         # A write asks the master twice.
         "MC_RPC_TIMEOUT_MS": str(max(50, int(deadline * 500))),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(max(50, int(deadline * 500))),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall,
-        "MC_TCP_STATUS_TIMEOUT_SEC": stall,
-        "MC_TCP_ADMISSION_TIMEOUT_MS": str(max(50, int(deadline * 250))),
-        "MC_HANDSHAKE_CONNECT_TIMEOUT": stall,
-        # Transfers to an owner that hangs time out lane after lane: with 4 lanes a batch of 32 took 26 s.
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(stall),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(stall),
+        "MC_TCP_ADMISSION_TIMEOUT_MS": str(max(50, int(wait * 1000))),
         "MC_TCP_LANES_PER_PEER": str(_LANES),
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(max(1, _LANES * (rounds - 1))),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": str(stall),
         # Each try is a timeout if the master hangs; 20 by default.
         "MC_STORE_CLIENT_SETUP_RETRIES": "2",
         # Else it writes a line for every object that is not there, and fifteen for each start.
@@ -213,9 +221,9 @@ class MooncakeBackend(Backend):
     Headers and bodies are read and written where they are (headers through a little memory of its own that is
     registered); bodies are copied once more only with `client`, whose shared memory is its own.
 
-    Over TCP one native call runs at a time, of so many objects that even with an owner that hangs it ends
-    within the deadline: lanes are shared, so two calls at once would be one twice as long. What can still
-    take longer: docs/mooncake.md.
+    Over TCP one native call runs at a time: connections to an owner are shared, so a second one would only
+    wait for the first, and no longer end within the deadline if the owner hangs. What can still take longer:
+    docs/mooncake.md.
     """
 
     scheme: ClassVar[str] = "mooncake"
@@ -233,11 +241,14 @@ class MooncakeBackend(Backend):
         self._closing = threading.Event()
         self._closed = False
         self._suspect = True  # the last call did not reach the store: ask first whether anybody listens
+        self._reopening = False  # one call is replacing a client over shared memory that has lost its owner
         self._sizes_vary = False  # objects shorter than their memory were met
         self._ranges: list[tuple[int, int]] = []
         self._allocated: list[tuple[Any, int]] = []  # allocator, address
         self._kept: list[npt.NDArray[np.uint8]] = []
         self._pages, self._call_seconds = self._call_limits()
+        # A transfer that failed after fewer seconds was not given up for want of progress.
+        self._stall = 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
         self._reach()
         self._store = self._connect()
         self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
@@ -269,11 +280,11 @@ class MooncakeBackend(Backend):
         if not self._paced:
             return _MOST_PAGES, 0.0
         environment = client_environment(self._deadline) | os.environ
-        stall = 2.0 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        wait = int(environment["MC_TCP_ADMISSION_TIMEOUT_MS"]) / 1000
         lanes = int(environment["MC_TCP_LANES_PER_PEER"])
-        rounds = max(1, int(self._deadline * 0.9 / stall))
-        # Header and body go one after the other through the same lanes.
-        return max(1, min(_MOST_PAGES, lanes * rounds // 2)), rounds * stall
+        queued = int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"])
+        stall = 2 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        return _MOST_PACED_PAGES, wait + stall * ((lanes + queued) // lanes)
 
     def _reach(self) -> None:
         """Return if somebody listens where the first hop goes.
@@ -314,6 +325,27 @@ class MooncakeBackend(Backend):
                 f"{self._deadline:g} s, and that this memory can be had"
             )
         return store
+
+    def _reopen(self) -> None:
+        """Take a new client: one over shared memory does not find its owner again, nor does a new owner know
+        its memory. Nobody else is in a call."""
+        self._drop()
+        self._store = self._connect()
+        self._make_blocks()
+        self._suspect = False
+
+    def _drop(self) -> None:
+        """Give back the client and everything that it knew."""
+        while not self._blocks.empty():
+            self._blocks.get()
+        for start, _ in self._ranges:
+            self._store.unregister_buffer(start)
+        self._store.close()
+        for allocator, address in self._allocated:
+            allocator.free(address)
+        self._ranges.clear()
+        self._allocated.clear()
+        self._kept.clear()
 
     def _make_blocks(self) -> None:
         settings = self._settings
@@ -369,25 +401,35 @@ class MooncakeBackend(Backend):
         with self._state:
             if self._closed:
                 raise ClosedError("the mooncake backend was closed before this call")
+            lost = self._suspect and bool(self._settings.client)
+            if self._reopening or (lost and self._calls):
+                raise StorageError(
+                    f"mooncake client {self._settings.client} was lost and is looked for: try again later"
+                )
             self._calls += 1
+            self._reopening = lost
         try:
             started = time.monotonic()
             if self._suspect:
                 self._reach()
+            if lost:
+                self._reopen()
             yield started
         finally:
             with self._state:
                 self._calls -= 1
+                if lost:
+                    self._reopening = False
                 self._state.notify_all()
 
     def _hear(self, codes: Sequence[int]) -> None:
         """Take note of whether the store was reached; raises if for none of the objects it was."""
         if not codes:
             return
-        unreached = [code for code in codes if code in (_NO_CONNECTION, _NO_REPLY)]
+        unreached = [code for code in codes if code in _UNREACHED]
         self._suspect = bool(unreached)
         if len(unreached) == len(codes):
-            said = "no connection" if unreached[0] == _NO_CONNECTION else "no reply in time"
+            said = "no reply in time" if unreached[0] == _NO_REPLY else "no connection"
             host, port = self._target
             raise StorageError(
                 f"mooncake at {host}:{port} was asked for {len(codes)} objects and answered {unreached[0]} "
@@ -451,10 +493,10 @@ class MooncakeBackend(Backend):
             stalled = self._paced and time.monotonic() - begun > self._stall
             heard += codes
             failed = []
+            headers = block.headers[: len(rows) * header].reshape(len(rows), header)
             for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
                 if code == header + sizes[row]:
-                    offset = place * header
-                    batch.headers[row] = block.headers[offset : offset + header]
+                    batch.headers[row] = headers[place]
                     if bounced:
                         target = np.frombuffer(batch.bodies[row], np.uint8)
                         start = place * _step(batch)
@@ -470,11 +512,6 @@ class MooncakeBackend(Backend):
                     if code == _TRANSFER_FAILED:
                         failed.append(row)
         return failed
-
-    @property
-    def _stall(self) -> float:
-        """A transfer that failed after fewer seconds was not given up for want of progress."""
-        return self._call_seconds and 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
 
     def _fit(
         self,
@@ -505,7 +542,7 @@ class MooncakeBackend(Backend):
             lengths = []
             for key in keys:
                 lengths.append(self._store.get_size(key))
-                if lengths[-1] in (_NO_CONNECTION, _NO_REPLY):
+                if lengths[-1] in _UNREACHED:
                     return lengths + [lengths[-1]] * (len(keys) - len(lengths))
             return lengths
         found = self._store.batch_get_replica_desc(keys)
@@ -544,9 +581,9 @@ class MooncakeBackend(Backend):
                 return False
             bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            for place, row in enumerate(rows):
-                block.headers[place * header : (place + 1) * header] = batch.headers[row]
-                if bounced:
+            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[rows]
+            if bounced:
+                for place, row in enumerate(rows):
                     source = np.frombuffer(batch.bodies[row], np.uint8)
                     start = place * _step(batch)
                     np.copyto(block.bodies[start : start + sizes[row]], source[: sizes[row]])
@@ -575,7 +612,7 @@ class MooncakeBackend(Backend):
         while rows and not self._suspect:
             codes = self._store.batch_is_exist([keys[row] for row in rows])
             rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
-            if any(code in (_NO_CONNECTION, _NO_REPLY) for code in codes):
+            if any(code in _UNREACHED for code in codes):
                 self._suspect = True
                 break
             rows = [row for row in rows if self._store.get_size(keys[row]) == _BEING_WRITTEN]
@@ -748,11 +785,7 @@ class MooncakeBackend(Backend):
             self._state.wait_for(lambda: self._calls == 0)
         if not first:
             return
-        for start, _ in self._ranges:
-            self._store.unregister_buffer(start)
-        self._store.close()
-        for allocator, address in self._allocated:
-            allocator.free(address)
+        self._drop()
 
 
 def _step(batch: ObjectBatch) -> int:

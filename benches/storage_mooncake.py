@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""The Mooncake backend beside its own client called directly: batches of 32 pages, in turns, in one process.
+
+A master and the owner of a segment run as processes of this machine. `real`: this process waits on TCP
+connections to the owner. `shared memory`: the owner does the work (`client=` in the URL), and bodies are
+copied once more between the host pool and the memory that it shares; the client called directly gets them
+where it wants them.
+
+GB/s are of the medians. The ratio is the median, over all turns, of the direct client's seconds by those of
+the backend right before or after it. Client and servers share the cores, so compare ratios of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from machine import machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import unified_cache
+from tests.storage.mooncake_server import Master, Owner, wait_until
+from unified_cache.storage.backends.mooncake import MooncakeBackend
+from unified_cache.storage.contract import ObjectBatch, PageStatus
+from unified_cache.storage.urls import StorageUrl
+
+PAGES, HEADER = 32, 192
+GOAL = 0.9
+
+
+class Pages:
+    """Headers and bodies of a batch, in memory of the caller's."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], size: int) -> None:
+        self.headers = memory[: PAGES * HEADER].reshape(PAGES, HEADER)
+        self.bodies = memory[PAGES * HEADER :][: PAGES * size].reshape(PAGES, size)
+        self.addresses = [
+            [header.ctypes.data, body.ctypes.data]
+            for header, body in zip(self.headers, self.bodies, strict=True)
+        ]
+        self.sizes = [[HEADER, size]] * PAGES
+
+    def batch(self, keys: list[str]) -> ObjectBatch:
+        """As the guard makes it."""
+        return ObjectBatch(
+            keys,
+            self.headers,
+            [memoryview(body) for body in self.bodies],
+            np.array([body for _, body in self.addresses], np.uint64),
+            np.array([size for _, size in self.sizes], np.uint64),
+            np.zeros(PAGES, np.uint64),
+        )
+
+
+def direct_client(master: Master, owner: Owner, shared: bool, size: int) -> tuple[Any, Any]:
+    """A client of its own, and how it gets memory."""
+    import mooncake.store
+
+    store = mooncake.store.MooncakeDistributedStore()
+    if shared:
+        code = store.setup_dummy(16 << 20, 16 << 20, owner.address)
+    else:
+        code = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address)
+    assert code == 0
+    count = PAGES * (HEADER + size)
+
+    def memory() -> npt.NDArray[np.uint8]:
+        if shared:
+            address = mooncake.store.MooncakeHostMemAllocator().alloc(count)
+            found = np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+        else:
+            found = np.zeros(count, np.uint8)
+        assert store.register_buffer(found.ctypes.data, count) == 0
+        return found
+
+    return store, memory
+
+
+def measure(master: Master, owner: Owner, shared: bool, size: int, rounds: int) -> None:
+    """Rows of one client and one page size."""
+    url = f"mooncake://{master.address}?force=1&metrics={master.metrics_port}"
+    backend = MooncakeBackend.from_url(
+        StorageUrl.parse(url + (f"&client={owner.address}" if shared else "")), 5.0
+    )
+    wait_until(lambda: backend.stats()["capacity_bytes"] > 0, "the master has a segment")
+    store, memory = direct_client(master, owner, shared, size)
+    random = np.random.default_rng(1).integers(0, 256, PAGES * (HEADER + size), dtype=np.uint8)
+    own_memory = [np.zeros(PAGES * (HEADER + size), np.uint8) for _ in range(2)]
+    for part in own_memory:
+        backend.register(memoryview(part))
+    ours, ours_read = (Pages(part, size) for part in own_memory)
+    theirs, theirs_read = (Pages(memory(), size) for _ in range(2))
+    for pages in (ours, theirs):
+        pages.headers[:] = random[: PAGES * HEADER].reshape(PAGES, HEADER)
+        pages.bodies[:] = random[PAGES * HEADER :].reshape(PAGES, size)
+
+    seconds: dict[str, list[float]] = {}
+
+    def timed(what: str, call: Callable[[], list[Any]], good: object) -> None:
+        started = time.perf_counter()
+        answer = call()
+        seconds.setdefault(what, []).append(time.perf_counter() - started)
+        assert answer == [good] * PAGES, answer
+
+    def backend_turn(turn: int) -> None:
+        keys = [f"ours-{turn}-{page}" for page in range(PAGES)]
+        written, read = ours.batch(keys), ours_read.batch(keys)
+        timed("set", lambda: backend.set(written), PageStatus.HIT)
+        timed("get", lambda: backend.get(read), PageStatus.HIT)
+        assert (ours_read.bodies == ours.bodies).all()
+        backend.delete(keys)
+
+    def direct_turn(turn: int) -> None:
+        keys = [f"theirs-{turn}-{page}" for page in range(PAGES)]
+        timed(
+            "direct set",
+            lambda: store.batch_put_from_multi_buffers(keys, theirs.addresses, theirs.sizes),
+            0,
+        )
+        timed(
+            "direct get",
+            lambda: store.batch_get_into_multi_buffers(keys, theirs_read.addresses, theirs.sizes),
+            HEADER + size,
+        )
+        store.batch_remove(keys, True)
+
+    turns = [backend_turn, direct_turn]
+    for turn in range(rounds + 2):
+        for run in turns if turn % 2 else reversed(turns):
+            run(turn)
+        if turn == 1:  # warm now
+            seconds.clear()
+    name = "shared memory" if shared else "real"
+    for what in ("set", "get"):
+        pairs = list(zip(seconds[what], seconds[f"direct {what}"], strict=True))
+        mine, direct = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(two / one for one, two in pairs)
+        gigabytes = PAGES * (HEADER + size) / 1e9
+        print(
+            f"{name:14} {what:4} {size >> 10:5} KiB {gigabytes / mine:8.2f} {gigabytes / direct:8.2f} "
+            f"{ratio:7.2f} {GOAL if not shared else '':>5} {os.getloadavg()[0]:6.1f}",
+            flush=True,
+        )
+    store.close()
+    backend.close()
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=41, help="of each client, in turns (default: 41)")
+    arguments = parser.parse_args()
+    print(f"unified_cache {unified_cache.__version__}, {machine()}")
+    print(f"\nbatches of {PAGES} pages with headers of {HEADER} bytes, GB/s\n")
+    print(
+        f"{'client':14} {'':4} {'page':>9} {'backend':>8} {'direct':>8} {'ratio':>7} {'goal':>5} {'load':>6}"
+    )
+    with Master() as master, Owner(master, megabytes=512) as owner:
+        for shared in (False, True):
+            for size in (1 << 20, 256 << 10):
+                measure(master, owner, shared, size, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
