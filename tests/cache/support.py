@@ -12,6 +12,7 @@ import torch
 
 from unified_cache import CacheConfig, Request, UnifiedCache, page_hashes
 from unified_cache.controller.layer_done import LayerDoneCounter
+from unified_cache.controller.storage import StorageLink
 from unified_cache.copies.engine import CopyHandle, LayerEvents, Mark
 from unified_cache.errors import CopyError, StorageError
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
@@ -432,6 +433,30 @@ def with_manual_threads(cache: UnifiedCache) -> tuple[ManualThreads, ManualThrea
         part.threads.close()
         part.threads = threads
     return writes, reads
+
+
+class AskingThreads(ManualThreads):
+    """Those for reads, where a test need not tick first for the questions to go out."""
+
+    def __init__(self, link: StorageLink) -> None:
+        super().__init__()
+        self._link = link
+
+    def run(self) -> bool:
+        if self._link.guard.available:
+            self._link._reads.ask()
+        return super().run()
+
+
+def with_manual_storage(cache: UnifiedCache, store: MemoryStore) -> tuple[ManualThreads, ManualThreads]:
+    """The same, with `store` in place of the cache's own storage, and questions that go out by themselves."""
+    link = cache._storage
+    assert link is not None
+    link.guard.backend.close()
+    link.guard.backend = store
+    writes, _ = with_manual_threads(cache)
+    link._reader.threads = AskingThreads(link)
+    return writes, link._reader.threads
 
 
 def chance(rng: random.Random, likely: float) -> bool:

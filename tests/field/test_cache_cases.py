@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 from tests.cache.support import (
     LateCopies,
-    ManualWorker,
+    ManualThreads,
     MemoryStore,
     assert_nothing_held,
     page_content,
@@ -45,7 +45,8 @@ from unified_cache.events import Cleared, Mirror, Stored
 from unified_cache.pools import host as host_module
 from unified_cache.pools import host_memory
 from unified_cache.pools.device import MhaDevicePool
-from unified_cache.storage.keys import page_keys
+from unified_cache.storage.contract import ObjectBatch, PageStatus
+from unified_cache.storage.page_format import HEADER_BYTES
 
 P = 4
 
@@ -109,7 +110,7 @@ def put(cache: UnifiedCache, tokens: np.ndarray, **names: str) -> None:
     request.finish()
 
 
-def settle(cache: UnifiedCache, *workers: ManualWorker) -> None:
+def settle(cache: UnifiedCache, *workers: ManualThreads) -> None:
     """Let everything end that is under way."""
     for _ in range(4):
         cache.tick()
@@ -139,7 +140,7 @@ def used_host(cache: UnifiedCache) -> int:
 
 def keys_of(cache: UnifiedCache, tokens: np.ndarray) -> list[str]:
     assert cache.host_pool is not None
-    return page_keys(page_hashes(tokens, P), cache._fingerprint(cache.host_pool))
+    return cache._keys(cache.host_pool).keys(page_hashes(tokens, P))
 
 
 def with_storage(folder: Path, device: int, host: int, **settings: Any) -> tuple[Any, ...]:
@@ -304,7 +305,7 @@ def test_case_8_a_cut_while_the_copy_to_host_is_under_way(
             late(cache).run_all()
             cache.tick()
             assert len(writes.jobs) == 1
-            assert bool(cache._storage._waiting) == (when == "waiting to be stored")
+            assert bool(cache._storage._writes.waiting) == (when == "waiting to be stored")
         for pages in cuts:
             cut(cache, a, pages, how)
         settle(cache, writes, reads)
@@ -381,10 +382,11 @@ def test_case_9_a_cut_while_storage_reads_in_place(
         if where == "host":
             assert cache.evict(4) == 4
         before: list[bytes] = []
+        checked: list[bool] = []
         real = store.set
 
-        def blocked(keys: Sequence[str], views: Sequence[memoryview]) -> int:
-            before.extend(map(bytes, views))
+        def blocked(batch: ObjectBatch) -> list[PageStatus]:
+            before.extend(map(bytes, batch.bodies))
             for pages in cuts:
                 cut(cache, toks(16), pages, "match")
             assert locks(cache, toks(16)) == {(0, 1)}
@@ -392,15 +394,17 @@ def test_case_9_a_cut_while_storage_reads_in_place(
                 cache.host_pool.page_view(page)[:] = b"\xee" * cache.host_pool.page_bytes
             assert hit(cache, toks(16)) == ((16, 0) if where == "both" else (0, 16))
             assert used_host(cache) == 4
-            return real(keys, views)
+            checked.append(True)
+            return real(batch)
 
         store.set = blocked
         assert writes.run()
         store.set = real
         cache.tick()
         assert locks(cache, toks(16)) == {(0, 0)}
+        assert checked == [True]
         assert len(before) == 4
-        assert [store.pages[key] for key in keys_of(cache, toks(16))] == before
+        assert [store.pages[key][HEADER_BYTES:] for key in keys_of(cache, toks(16))] == before
         settle(cache, writes, reads)
         cache.reset()
         request = cache.begin(toks(17))
@@ -420,7 +424,7 @@ def test_case_9_a_cut_while_storage_reads_in_place(
 # Case 19: what a request has found stays until it is loaded
 
 
-def store_backup(cache: UnifiedCache, reads: ManualWorker) -> bool:
+def store_backup(cache: UnifiedCache, reads: ManualThreads) -> bool:
     given_up = cache.stats()["backups_given_up"]
     put(cache, toks(8, 500))
     cache.tick()
@@ -432,7 +436,7 @@ def store_backup(cache: UnifiedCache, reads: ManualWorker) -> bool:
     return stored
 
 
-def store_retract(cache: UnifiedCache, reads: ManualWorker) -> bool:
+def store_retract(cache: UnifiedCache, reads: ManualThreads) -> bool:
     request = cache.begin(toks(8, 500))
     request.extend()
     try:
@@ -445,7 +449,7 @@ def store_retract(cache: UnifiedCache, reads: ManualWorker) -> bool:
     return True
 
 
-def store_prefetch(cache: UnifiedCache, reads: ManualWorker) -> bool:
+def store_prefetch(cache: UnifiedCache, reads: ManualThreads) -> bool:
     request = cache.begin(toks(9, 9000))
     for _ in range(2):
         reads.drain()
@@ -456,7 +460,7 @@ def store_prefetch(cache: UnifiedCache, reads: ManualWorker) -> bool:
     return pages > 0
 
 
-def store_by_hand(cache: UnifiedCache, reads: ManualWorker) -> bool:
+def store_by_hand(cache: UnifiedCache, reads: ManualThreads) -> bool:
     try:
         cache._controller.free_host(cache._controller.alloc_host(2))
     except CapacityError:
@@ -780,8 +784,8 @@ def test_case_35_copies_of_what_the_device_has_make_room(tmp_path: Path, order: 
 def hold_writes(cache: UnifiedCache) -> Callable[[], None]:
     """Storage reads all host pages in place."""
     assert cache._storage is not None
-    writes = cache._storage._backup._worker
-    assert isinstance(writes, ManualWorker)
+    writes = cache._storage._backup.threads
+    assert isinstance(writes, ManualThreads)
     assert writes.jobs
 
     def end() -> None:
@@ -1078,7 +1082,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["storage", "host_layout", "'page_first'", "'layer_first'"],
     ),
     ({"storage": "there", "model": ""}, ["storage", "model"]),
-    ({"storage": ""}, ["storage", "file:///path", "not ''"]),
+    ({"storage": ""}, ["storage", "folder's path", "not ''"]),
     ({"hicache_size": -1}, ["hicache_size", "> 0", "not -1"]),
     ({"hicache_size": 0}, ["hicache_size", "> 0", "not 0"]),
     ({"hicache_ratio": -2.0}, ["hicache_ratio", "> 0", "not -2.0"]),
