@@ -34,7 +34,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,15 +189,18 @@ class Bench:
 
     # Memory.
 
-    def mapped(self, size: int) -> Any:
+    def mapped(self, size: int, *, huge: bool = False) -> Any:
         """Fresh memory of its own pages, as uint8 (size): a page can be registered only once."""
         private = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge:
+            with suppress(OSError):  # a system without them
+                private.madvise(mmap.MADV_HUGEPAGE)
         return self.torch.frombuffer(private, dtype=self.torch.uint8)
 
     @contextmanager
-    def host_memory(self, size: int, *, registered: bool = True) -> Iterator[Any]:
-        """Host memory as uint8 (size)."""
-        torch, memory = self.torch, self.mapped(size)
+    def host_memory(self, size: int, *, registered: bool = True, huge: bool = False) -> Iterator[Any]:
+        """Host memory as uint8 (size); `huge` asks the system for huge pages."""
+        torch, memory = self.torch, self.mapped(size, huge=huge)
         register = registered and self.device != "cpu"
         if register:
             status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 3))
@@ -553,12 +556,18 @@ class Pair:
 
 @contextmanager
 def pair(
-    bench: Bench, device_layout: str, host_layout: str, shape: Shape, *, registered: bool = True
+    bench: Bench,
+    device_layout: str,
+    host_layout: str,
+    shape: Shape,
+    *,
+    registered: bool = True,
+    huge: bool = False,
 ) -> Iterator[Pair]:
     """Pools of the size that is timed."""
     torch = bench.torch
     size = shape.numel(bench.sizes.pages) * getattr(torch, shape.dtype).itemsize
-    with bench.host_memory(size, registered=registered) as memory:
+    with bench.host_memory(size, registered=registered, huge=huge) as memory:
         device_memory = torch.zeros(size, dtype=torch.uint8, device=bench.device)
         bench.wait(forward=True)
         yield Pair(
@@ -594,15 +603,17 @@ def time_memcpy(bench: Bench) -> None:
 def time_kernels(bench: Bench) -> None:
     """Scattered pages through the kernel: blocks x layouts x directions."""
     rule = bench.plan.CopyRule(min_bytes=1 << 62, min_batched_bytes=1 << 62)
-    pairs = [("layer_first", host, False) for host in HOST_LAYOUTS]
-    pairs += [("layer_first", host, True) for host in HOST_LAYOUTS]
-    pairs += [(device, "page_first", False) for device in DEVICE_LAYOUTS[1:]]
-    for device_layout, host_layout, latent in pairs:
+    pairs = [("layer_first", host, False, False) for host in HOST_LAYOUTS]
+    # The device translates every address of host memory that the kernel uses: larger pages may be faster.
+    pairs += [("layer_first", host, False, True) for host in ("layer_first", "page_first")]
+    pairs += [("layer_first", host, True, False) for host in HOST_LAYOUTS]
+    pairs += [(device, "page_first", False, False) for device in DEVICE_LAYOUTS[1:]]
+    for device_layout, host_layout, latent, huge in pairs:
         kind = "mla" if latent else "mha"
         layout = host_layout if device_layout == "layer_first" else f"{device_layout[8:]}-{host_layout}"
         if bench.late(f"times of the kernel, {kind}, {layout}", 20):
             return
-        with pair(bench, device_layout, host_layout, model_shape(bench, latent=latent)) as pools:
+        with pair(bench, device_layout, host_layout, model_shape(bench, latent=latent), huge=huge) as pools:
             ids = scattered(bench, 1)
             for blocks in bench.sizes.blocks:
                 engine = bench.cuda.CudaCopyEngine(
@@ -616,9 +627,9 @@ def time_kernels(bench: Bench) -> None:
                 try:
                     for direction in ("backup", "load"):
                         speed, share = pools.measure(engine, *ids, direction)
-                        bench.report.rows.append(
-                            Row(f"kernel, {kind}, scattered pages", layout, direction, blocks, speed, share)
-                        )
+                        what = f"kernel, {kind}, scattered pages"
+                        note = "huge pages" if huge else ""
+                        bench.report.rows.append(Row(what, layout, direction, blocks, speed, share, note))
                 finally:
                     engine.close()
 
@@ -836,15 +847,19 @@ def check_registration(bench: Bench) -> None:
     size, pieces = bench.sizes.register_bytes, 4
     memory = bench.mapped(size)
     piece = size // pieces
-    begun = time.perf_counter()
-    for at in range(0, size, piece):
-        status = int(cudart.cudaHostRegister(memory.data_ptr() + at, piece, 3))
-        if status != 0:
-            bench.report.wrong.append(f"piece at {at} of {size} bytes can not be registered: status {status}")
-            return
-    spent = time.perf_counter() - begun
-    note = f"{pieces} pieces, {spent * 1e3 / (size / 2**30):.0f} ms a GiB"
+    registered = []
     try:
+        begun = time.perf_counter()
+        for at in range(0, size, piece):
+            status = int(cudart.cudaHostRegister(memory.data_ptr() + at, piece, 3))
+            if status != 0:
+                bench.report.wrong.append(
+                    f"piece at {at} of {size} bytes can not be registered: status {status}"
+                )
+                return
+            registered.append(at)
+        spent = time.perf_counter() - begun
+        note = f"{pieces} pieces, {spent * 1e3 / (size / 2**30):.0f} ms a GiB"
         device = torch.randint(0, 256, (2 << 20,), dtype=torch.uint8, device=bench.device)
         bench.wait(forward=True)
         over = memory.data_ptr() + piece - (1 << 20)
@@ -876,7 +891,7 @@ def check_registration(bench: Bench) -> None:
         if not torch.equal(memory[(last - 1) << 20 :][: 2 << 20], device.cpu()):
             bench.report.wrong.append("pages on both sides of an edge of registration")
     finally:
-        for at in range(0, size, piece):
+        for at in registered:
             status = int(cudart.cudaHostUnregister(memory.data_ptr() + at))
             if status != 0:
                 bench.report.wrong.append(f"piece at {at} can not be unregistered: status {status}")
