@@ -2,7 +2,8 @@
 """Checks and times the copies between GPU and host memory, on a machine with a GPU.
 
 Every kernel is checked against torch's own indexing, with fresh random bytes and poisoned targets, then timed
-against a pinned cudaMemcpy of as many bytes, in turns in the same run. One table at the end.
+against a pinned cudaMemcpy of as many bytes, in turns in the same run. The whole cache serves requests while
+copies run, and every page that it serves is looked at. One table at the end; --out keeps it after each section.
 
 It needs nothing but Python, PyTorch, CuPy and NumPy, and fetches nothing: the wheel of this package is taken
 from beside this script or from dist/ (--wheel says which one); without a wheel, from the source tree around
