@@ -3,7 +3,7 @@
 
 Every kernel is checked against torch's own indexing, with fresh random bytes and poisoned targets, then timed
 against a pinned cudaMemcpy of as many bytes, in turns in the same run. The whole cache serves requests while
-copies run, and every page that it serves is looked at. One table at the end; --out keeps it after each section.
+copies run, and every page that it serves is looked at. One table at the end; --out keeps it all the while.
 
 It needs nothing but Python, PyTorch, CuPy and NumPy, and fetches nothing: the wheel of this package is taken
 from beside this script or from dist/ (--wheel says which one); without a wheel, from the source tree around
