@@ -2,7 +2,8 @@
 """Checks and times the copies between GPU and host memory, on a machine with a GPU.
 
 Every kernel is checked against torch's own indexing, with fresh random bytes and poisoned targets, then timed
-against a pinned cudaMemcpy of as many bytes, in turns in the same run. One table at the end.
+against a pinned cudaMemcpy of as many bytes, in turns in the same run. The whole cache serves requests while
+copies run, and every page that it serves is looked at. One table at the end; --out keeps it all the while.
 
 It needs nothing but Python, PyTorch, CuPy and NumPy, and fetches nothing: the wheel of this package is taken
 from beside this script or from dist/ (--wheel says which one); without a wheel, from the source tree around
@@ -17,6 +18,7 @@ import argparse
 import atexit
 import dataclasses
 import datetime
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -31,8 +33,9 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,7 @@ class Sizes:
     blocks: tuple[int, ...] = (1, 2, 4, 8, 16)
     register_bytes: int = 1 << 30
     hidden: int = 4096  # of the forward that loads are overlapped with
+    requests: int = 300  # that the whole cache serves, in each of its settings
 
 
 @dataclass
@@ -172,6 +176,7 @@ class Bench:
         self.sizes = sizes
         self.end = time.monotonic() + budget
         self.report = Report()
+        self.batched = driver.batched
         with driver.active():
             self.stream = driver.new_stream()
             self.start, self.stop = (driver.new_event(timing=True) for _ in range(2))
@@ -185,15 +190,18 @@ class Bench:
 
     # Memory.
 
-    def mapped(self, size: int) -> Any:
+    def mapped(self, size: int, *, huge: bool = False) -> Any:
         """Fresh memory of its own pages, as uint8 (size): a page can be registered only once."""
         private = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge:
+            with suppress(OSError):  # a system without them
+                private.madvise(mmap.MADV_HUGEPAGE)
         return self.torch.frombuffer(private, dtype=self.torch.uint8)
 
     @contextmanager
-    def host_memory(self, size: int, *, registered: bool = True) -> Iterator[Any]:
-        """Host memory as uint8 (size)."""
-        torch, memory = self.torch, self.mapped(size)
+    def host_memory(self, size: int, *, registered: bool = True, huge: bool = False) -> Iterator[Any]:
+        """Host memory as uint8 (size); `huge` asks the system for huge pages."""
+        torch, memory = self.torch, self.mapped(size, huge=huge)
         register = registered and self.device != "cpu"
         if register:
             status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 3))
@@ -302,7 +310,7 @@ def check_copies(bench: Bench) -> None:
         "bytes": Shape(2, 2, 3, 3, 5, "uint8"),
         "one": Shape(2, 2, 1, 1, 128),
     }
-    seed = 0
+    seed = case = 0
     for name, shape in shapes.items():
         dtype = getattr(torch, shape.dtype)
         sizes = [shape.numel(pages) * dtype.itemsize for pages in (24, 32)]
@@ -310,26 +318,35 @@ def check_copies(bench: Bench) -> None:
             for host_layout in HOST_LAYOUTS:
                 if bench.late(f"checks of {name}, {device_layout}, {host_layout}", 5):
                     return
-                registered = seed % 3 != 2
+                # Counts without a common factor, also with that of the layouts: all meet all.
+                registered, blocks = case % 3 != 2, (1, 2, 3, 5, 8)[case % 5]
+                case += 1
                 with bench.host_memory(sizes[1], registered=registered) as memory:
                     device_memory = torch.zeros(sizes[0], dtype=torch.uint8, device=bench.device)
                     device = Pool(bench, device_layout, shape, 24, device_memory)
                     host = Pool(bench, host_layout, shape, 32, memory)
-                    for rule in (kernels_only, engines_first):
+                    for moved_by, rule in (("kernel", kernels_only), ("copy engines", engines_first)):
                         engine = bench.cuda.CudaCopyEngine(
                             device.planes,
                             host.planes,
                             host_registered=registered,
                             driver=bench.driver,
                             rule=rule,
-                            blocks=1 + seed % 4,
+                            blocks=blocks,
                             staging_bytes=10_000,
                         )
                         try:
-                            for direction in ("backup", "load"):
+                            if registered and engine.staged:
+                                bench.report.wrong.append("registered memory is not reached by the device")
+                            moved_by = "staging" if engine.staged else moved_by
+                            for direction in ("backup", "load", "load by layer"):
                                 seed += 1
-                                what = f"{name}, {device_layout} - {host_layout}, {direction}"
-                                check_one(bench, engine, device, host, direction, seed, what)
+                                what = f"{name}, {device_layout} - {host_layout}, {direction}, {moved_by}"
+                                try:
+                                    check_one(bench, engine, device, host, direction, seed, what)
+                                except Exception as error:
+                                    error.add_note(f"in the check of {what}, {blocks} blocks")
+                                    raise
                         finally:
                             engine.close()
 
@@ -337,7 +354,9 @@ def check_copies(bench: Bench) -> None:
 def check_one(
     bench: Bench, engine: Any, device: Pool, host: Pool, direction: str, seed: int, what: str
 ) -> None:
-    """One copy of random pages: the targets equal the sources, nothing else has changed."""
+    """One copy of random pages, a "backup", a "load" or a "load by layer": the targets equal the sources, and
+    nothing else has changed.
+    """
     import numpy as np
 
     torch = bench.torch
@@ -366,7 +385,7 @@ def check_one(
     mark = engine.record_forward()
     if direction == "backup":
         engine.submit_backup(device_ids, host_ids, after=mark).wait()
-    elif seed % 4 < 2:
+    elif direction == "load":
         engine.submit_load(device_ids, host_ids, after=mark).wait()
     else:
         layers = engine.new_layer_events()
@@ -378,9 +397,124 @@ def check_one(
     engine.take_done()
     bench.report.checked += 1
     if not torch.equal(target.bytes, want):
-        bench.report.wrong.append(f"{what}: the target's bytes, rule {'engines' if seed % 2 else 'kernel'}")
+        bench.report.wrong.append(f"{what}: the target's bytes")
     if not torch.equal(source.memory, before):
         bench.report.wrong.append(f"{what}: the source was changed")
+
+
+def check_cache(bench: Bench) -> None:
+    """The whole cache on pools of its own, registered by itself: requests are served while copies run, and
+    every page that is served is looked at.
+    """
+    for settings in (
+        {"host_layout": "page_first"},
+        {"host_layout": "layer_first", "host_register_chunk": 1_000_000},  # pages over the edges
+        {"host_layout": "page_first_direct", "write_policy": "write_back"},
+        {"host_layout": "page_head", "host_huge_pages": True},
+        {"host_layout": "page_first", "host_pinned": "off"},
+    ):
+        what = ", ".join(str(value) for value in settings.values())
+        if bench.late(f"the whole cache, {what}", 15):
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            begun = time.perf_counter()
+            note = serve(bench, settings, what)
+            spent = time.perf_counter() - begun
+        bench.report.checked += 1
+        note = "; ".join([f"{note}; {spent:.1f} s", *(f"warned: {warning.message}" for warning in caught)])
+        bench.report.rows.append(Row("the whole cache", settings["host_layout"], note=note))
+
+
+def serve(bench: Bench, settings: dict[str, Any], what: str) -> str:
+    """Serve requests that fit neither the device nor the host all together; says what happened."""
+    import numpy as np
+
+    from unified_cache import CacheConfig, CapacityError, UnifiedCache
+    from unified_cache.copies.choose import make_copy_engine
+    from unified_cache.pools.device import MhaDevicePool
+
+    torch, rng = bench.torch, random.Random(5)
+    on_gpu = bench.device != "cpu"
+    layers, tokens, families, longest = 4, 16, 8, 20
+    pool = MhaDevicePool(64, tokens, layers, heads=2, head_dim=64, dtype=torch.bfloat16, device=bench.device)
+    planes = [[plane.view(torch.uint8) for plane in (pool.k(i), pool.v(i))] for i in range(layers)]
+    # What page i of a prompt of some family holds.
+    want = torch.zeros((families, longest, layers, 2, *planes[0][0].shape[1:]), dtype=torch.uint8)
+    fill(bench, want, 5)
+    want = want.to(bench.device)
+    differ = torch.zeros((), dtype=torch.int64, device=bench.device)
+    looked_at = 0
+    made: list[Any] = []
+
+    def copies(device: Any, host: Any) -> Any:
+        if on_gpu:
+            made.append(make_copy_engine(device, host, blocks=2, threads=None))
+        else:
+            registered = settings.get("host_pinned") != "off"
+            made.append(
+                bench.cuda.CudaCopyEngine(
+                    device.planes, host.planes, host_registered=registered, driver=bench.driver
+                )
+            )
+        return made[-1]
+
+    def forward(request: Any, family: int) -> None:
+        """Looks at what was served, layer by layer, and writes what is new; the CPU runs ahead."""
+        nonlocal looked_at
+        served = request.device_length // tokens
+        ids = torch.from_numpy(request.pages.astype(np.int64))
+        ids = ids.pin_memory().to(bench.device, non_blocking=True) if on_gpu else ids
+        if on_gpu:
+            torch.cuda._sleep(rng.randrange(1, 1_000_000))  # cycles: so that forwards are late at times
+        arrival = cache.begin_forward([request])
+        for layer in range(layers):
+            arrival.wait_until(layer)
+            if not on_gpu:  # the stand-in's streams and torch know nothing of each other
+                bench.wait(forward=True)
+            for part, plane in enumerate(planes[layer]):
+                differ.add_((plane[ids[:served]] != want[family, :served, layer, part]).sum())
+                plane[ids[served:]] = want[family, served : len(ids), layer, part]
+        looked_at += served
+
+    # "require": a driver that refuses to register is an error here.
+    chosen = {"host_pinned": "require", "load_back_threshold": 0, **settings}
+    cache = UnifiedCache(CacheConfig(page_size=tokens, model="gpu_check", **chosen), pool, copies=copies)
+    try:
+        for _ in range(bench.sizes.requests):
+            family = rng.randrange(families)
+            prompt = np.arange(tokens * rng.randrange(1, longest + 1)) + 10_000 * family
+            request = cache.begin(prompt)
+            try:
+                request.load_back()
+                request.extend()
+                forward(request, family)
+            except CapacityError:
+                request.abort()
+                continue
+            if rng.random() < 0.1:
+                request.abort()
+            else:
+                request.finish()
+            cache.tick()
+        flushed, stats = cache.flush(30), cache.stats()
+        bench.wait(forward=True)
+        wrong = int(differ)
+    finally:
+        cache.close()
+    if wrong:
+        bench.report.wrong.append(f"the whole cache, {what}: {wrong} bytes that were served are not right")
+    if not flushed:
+        bench.report.wrong.append(f"the whole cache, {what}: its copies do not end")
+    if not stats["load_pages"]:
+        bench.report.wrong.append(f"the whole cache, {what}: nothing was loaded: {stats}")
+    if made[0].staged != (chosen["host_pinned"] == "off"):
+        bench.report.wrong.append(f"the whole cache, {what}: staged is {made[0].staged}")
+    return (
+        f"{bench.sizes.requests} requests, {looked_at} pages served and looked at, "
+        f"{stats['load_pages']} loaded, {stats['backup_pages']} backed up, "
+        f"{'staged' if made[0].staged else 'registered'}"
+    )
 
 
 # --- times ---------------------------------------------------------------------------------------
@@ -423,12 +557,18 @@ class Pair:
 
 @contextmanager
 def pair(
-    bench: Bench, device_layout: str, host_layout: str, shape: Shape, *, registered: bool = True
+    bench: Bench,
+    device_layout: str,
+    host_layout: str,
+    shape: Shape,
+    *,
+    registered: bool = True,
+    huge: bool = False,
 ) -> Iterator[Pair]:
     """Pools of the size that is timed."""
     torch = bench.torch
     size = shape.numel(bench.sizes.pages) * getattr(torch, shape.dtype).itemsize
-    with bench.host_memory(size, registered=registered) as memory:
+    with bench.host_memory(size, registered=registered, huge=huge) as memory:
         device_memory = torch.zeros(size, dtype=torch.uint8, device=bench.device)
         bench.wait(forward=True)
         yield Pair(
@@ -464,15 +604,17 @@ def time_memcpy(bench: Bench) -> None:
 def time_kernels(bench: Bench) -> None:
     """Scattered pages through the kernel: blocks x layouts x directions."""
     rule = bench.plan.CopyRule(min_bytes=1 << 62, min_batched_bytes=1 << 62)
-    pairs = [("layer_first", host, False) for host in HOST_LAYOUTS]
-    pairs += [("layer_first", host, True) for host in HOST_LAYOUTS]
-    pairs += [(device, "page_first", False) for device in DEVICE_LAYOUTS[1:]]
-    for device_layout, host_layout, latent in pairs:
+    pairs = [("layer_first", host, False, False) for host in HOST_LAYOUTS]
+    # The device translates every address of host memory that the kernel uses: larger pages may be faster.
+    pairs += [("layer_first", host, False, True) for host in ("layer_first", "page_first")]
+    pairs += [("layer_first", host, True, False) for host in HOST_LAYOUTS]
+    pairs += [(device, "page_first", False, False) for device in DEVICE_LAYOUTS[1:]]
+    for device_layout, host_layout, latent, huge in pairs:
         kind = "mla" if latent else "mha"
         layout = host_layout if device_layout == "layer_first" else f"{device_layout[8:]}-{host_layout}"
         if bench.late(f"times of the kernel, {kind}, {layout}", 20):
             return
-        with pair(bench, device_layout, host_layout, model_shape(bench, latent=latent)) as pools:
+        with pair(bench, device_layout, host_layout, model_shape(bench, latent=latent), huge=huge) as pools:
             ids = scattered(bench, 1)
             for blocks in bench.sizes.blocks:
                 engine = bench.cuda.CudaCopyEngine(
@@ -486,9 +628,9 @@ def time_kernels(bench: Bench) -> None:
                 try:
                     for direction in ("backup", "load"):
                         speed, share = pools.measure(engine, *ids, direction)
-                        bench.report.rows.append(
-                            Row(f"kernel, {kind}, scattered pages", layout, direction, blocks, speed, share)
-                        )
+                        what = f"kernel, {kind}, scattered pages"
+                        note = "huge pages" if huge else ""
+                        bench.report.rows.append(Row(what, layout, direction, blocks, speed, share, note))
                 finally:
                     engine.close()
 
@@ -576,12 +718,37 @@ def time_staged(bench: Bench) -> None:
             engine.close()
 
 
+@contextmanager
+def urgent_streams(bench: Bench) -> Iterator[None]:
+    """Streams that are made in it have the highest priority."""
+    runtime = importlib.import_module("cupy").cuda.runtime
+
+    def new_stream() -> int:
+        return int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, -100))  # as high as there is
+
+    bench.driver.new_stream = new_stream
+    try:
+        yield
+    finally:
+        del bench.driver.new_stream
+
+
 def time_overlap(bench: Bench) -> None:
-    """A load under a forward: time to its output, against max(load, compute) + one layer. A forward beside a
-    backup.
+    """Loads and backups beside a forward, on streams of the usual priority and of the highest: a block of the
+    kernel takes all registers of a multiprocessor, so it begins only where nothing else runs.
     """
     if bench.late("overlap", 20):
         return
+    time_beside_a_forward(bench, "")
+    if bench.device != "cpu" and not bench.late("overlap on urgent streams", 20):
+        with urgent_streams(bench):
+            time_beside_a_forward(bench, ", urgent")
+
+
+def time_beside_a_forward(bench: Bench, how: str) -> None:
+    """A load under a forward: time to its output, against max(load, compute) + one layer. A forward beside a
+    backup.
+    """
     torch, driver = bench.torch, bench.driver
     shape = model_shape(bench, latent=False)
     with pair(bench, "layer_first", "page_first", shape) as pools:
@@ -597,12 +764,10 @@ def time_overlap(bench: Bench) -> None:
                 engine.take_done()
                 load_seconds.append(handle.seconds)
             load = statistics.median(load_seconds[1:])
-            weight = torch.randn(bench.sizes.hidden, bench.sizes.hidden, device=bench.device).to(
-                torch.bfloat16
-            )
-            hidden = torch.randn(bench.sizes.hidden, bench.sizes.hidden, device=bench.device).to(
-                torch.bfloat16
-            )
+            size = (bench.sizes.hidden, bench.sizes.hidden)
+            hidden = torch.randn(size, device=bench.device).to(torch.bfloat16)
+            # So that what the layers compute stays as large as it is: products of infinities go faster.
+            weight = (torch.randn(size, device=bench.device) / bench.sizes.hidden**0.5).to(torch.bfloat16)
 
             def forward(repeats: int, layers: Any = None) -> float:
                 """Seconds on the device's clock from before the load is submitted to the output."""
@@ -636,7 +801,7 @@ def time_overlap(bench: Bench) -> None:
                 bound = max(load, compute) + max(load, compute) / shape.layers
                 bench.report.rows.append(
                     Row(
-                        "load under a forward",
+                        f"load under a forward{how}",
                         "page_first",
                         "load",
                         2,
@@ -654,7 +819,7 @@ def time_overlap(bench: Bench) -> None:
                 slower = statistics.median(ends[-3:]) / compute
                 bench.report.rows.append(
                     Row(
-                        "forward beside a backup",
+                        f"forward beside a backup{how}",
                         "page_first",
                         "backup",
                         2,
@@ -669,7 +834,7 @@ def time_overlap(bench: Bench) -> None:
             handle.wait()
             engine.take_done()
             note = f"{spent * 1e6:.0f} us of the CPU for {shape.layers} layers"
-            bench.report.rows.append(Row("submitting a load", "page_first", "load", 2, note=note))
+            bench.report.rows.append(Row(f"submitting a load{how}", "page_first", "load", 2, note=note))
         finally:
             engine.close()
 
@@ -683,15 +848,19 @@ def check_registration(bench: Bench) -> None:
     size, pieces = bench.sizes.register_bytes, 4
     memory = bench.mapped(size)
     piece = size // pieces
-    begun = time.perf_counter()
-    for at in range(0, size, piece):
-        status = int(cudart.cudaHostRegister(memory.data_ptr() + at, piece, 3))
-        if status != 0:
-            bench.report.wrong.append(f"piece at {at} of {size} bytes can not be registered: status {status}")
-            return
-    spent = time.perf_counter() - begun
-    note = f"{pieces} pieces, {spent * 1e3 / (size / 2**30):.0f} ms a GiB"
+    registered = []
     try:
+        begun = time.perf_counter()
+        for at in range(0, size, piece):
+            status = int(cudart.cudaHostRegister(memory.data_ptr() + at, piece, 3))
+            if status != 0:
+                bench.report.wrong.append(
+                    f"piece at {at} of {size} bytes can not be registered: status {status}"
+                )
+                return
+            registered.append(at)
+        spent = time.perf_counter() - begun
+        note = f"{pieces} pieces, {spent * 1e3 / (size / 2**30):.0f} ms a GiB"
         device = torch.randint(0, 256, (2 << 20,), dtype=torch.uint8, device=bench.device)
         bench.wait(forward=True)
         over = memory.data_ptr() + piece - (1 << 20)
@@ -723,7 +892,7 @@ def check_registration(bench: Bench) -> None:
         if not torch.equal(memory[(last - 1) << 20 :][: 2 << 20], device.cpu()):
             bench.report.wrong.append("pages on both sides of an edge of registration")
     finally:
-        for at in range(0, size, piece):
+        for at in registered:
             status = int(cudart.cudaHostUnregister(memory.data_ptr() + at))
             if status != 0:
                 bench.report.wrong.append(f"piece at {at} can not be unregistered: status {status}")
@@ -732,6 +901,7 @@ def check_registration(bench: Bench) -> None:
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "checks": check_copies,
+    "cache": check_cache,
     "registration": check_registration,
     "memcpy": time_memcpy,
     "engines": time_copy_engines,
@@ -741,16 +911,25 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def run(bench: Bench, only: list[str]) -> Report:
-    """All sections, or some; one that breaks does not keep the others from running."""
+def run(bench: Bench, only: list[str], keep: Callable[[Report], None] = lambda report: None) -> Report:
+    """All sections, or some; one that breaks does not keep the others from running.
+
+    `keep` is called after each of them, so that what was found is there even if a later one never ends.
+    """
     for name, section in SECTIONS.items():
         if only and name not in only:
             continue
+        begun = time.monotonic()
         try:
             section(bench)
         except Exception as error:
             traceback.print_exc()
             bench.report.wrong.append(f"section {name} broke: {type(error).__name__}: {error}")
+        if bench.batched and not bench.driver.batched:
+            bench.batched = False
+            bench.report.rows.append(Row("copies in batches", note=f"REFUSED by the driver in {name}"))
+        print(f"gpu_check: {name} took {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+        keep(bench.report)
     with bench.driver.active():
         bench.driver.destroy_event(bench.start)
         bench.driver.destroy_event(bench.stop)
@@ -833,14 +1012,25 @@ def main(argv: list[str] | None = None) -> int:
     except UnusableError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 1
-    report = run(bench, arguments.only)
     command = "$ python benches/gpu_check.py " + " ".join(sys.argv[1:] if argv is None else argv)
-    print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else report.table())
+    path = None
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        card = re.sub(r"[^a-z0-9]+", "-", report.machine["card"].lower()).strip("-")
-        path = arguments.out / f"{report.machine['date']}-gpu-check-{card}.txt"
-        path.write_text(f"{command.rstrip()}\n{report.table()}", encoding="utf-8")
+        card = re.sub(r"[^a-z0-9]+", "-", bench.report.machine["card"].lower()).strip("-")
+        path = arguments.out / f"{bench.report.machine['date']}-gpu-check-{card}.txt"
+
+    def keep(report: Report) -> None:
+        if path is not None:
+            path.write_text(f"{command.rstrip()}\n{report.table()}", encoding="utf-8")
+
+    # A kernel that never ends would be waited for without end: say where, and stop.
+    faulthandler.dump_traceback_later(arguments.budget + 120, exit=True, file=sys.__stderr__)
+    try:
+        report = run(bench, arguments.only, keep)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else report.table())
+    if path is not None:
         print(f"kept in {path}", file=sys.stderr)
     return 1 if report.wrong else 0
 

@@ -30,7 +30,7 @@ def script() -> ModuleType:
     return module
 
 
-def tiny(script: ModuleType, seed: int = 0, budget: float = 1e6):
+def tiny(script: ModuleType, seed: int = 0, budget: float = 1e6, most: int = 300, requests: int = 25):
     sizes = script.Sizes(
         layers=3,
         heads=2,
@@ -44,8 +44,9 @@ def tiny(script: ModuleType, seed: int = 0, budget: float = 1e6):
         blocks=(1, 2),
         register_bytes=1 << 12,
         hidden=8,
+        requests=requests,
     )
-    return script.Bench(FakeDriver(seed, lazy=0.1, most=300), "cpu", sizes, budget)
+    return script.Bench(FakeDriver(seed, lazy=0.1, most=most), "cpu", sizes, budget)
 
 
 def test_help() -> None:
@@ -70,7 +71,7 @@ def test_all_sections_on_a_stand_in(script: ModuleType, capsys: pytest.CaptureFi
     report = script.run(bench, [])
     assert report.wrong == [], capsys.readouterr().err
     assert report.left_out == []
-    assert report.checked == 6 * 3 * 4 * 4
+    assert report.checked == 6 * 3 * 4 * 2 * 3 + 5
     report.machine = {"card": "a stand-in"}
     table = report.table()
     for what in (
@@ -79,6 +80,7 @@ def test_all_sections_on_a_stand_in(script: ModuleType, capsys: pytest.CaptureFi
         "kernel, mla",
         "copy engines, runs of 6 pages",
         "staged",
+        "the whole cache",
         "load under a forward",
         "forward beside a backup",
         "submitting a load",
@@ -146,6 +148,42 @@ def test_wrong_bytes_are_found(script: ModuleType, monkeypatch: pytest.MonkeyPat
     report = script.run(tiny(script), ["checks"])
     assert len(report.wrong) >= report.checked // 2
     assert "the target's bytes" in report.wrong[0]
+
+
+def test_what_a_cache_serves_too_early_is_found(script: ModuleType) -> None:
+    bench = tiny(script, most=2, requests=80)
+    bench.driver.ignore_waits = True
+    script.serve(bench, {"host_layout": "page_first"}, "in a test")
+    assert any("bytes that were served are not right" in text for text in bench.report.wrong)
+
+
+def test_memory_that_the_device_does_not_reach_is_told(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "DEVICE_LAYOUTS", ["layer_first"])
+    monkeypatch.setattr(script, "HOST_LAYOUTS", ["page_first"])
+    bench = tiny(script)
+    bench.driver.registered = False
+    with pytest.warns(RuntimeWarning, match="the device does not reach it"):
+        script.serve(bench, {"host_layout": "page_first"}, "in a test")
+    assert bench.report.wrong == ["the whole cache, in a test: staged is True"]
+    with pytest.warns(RuntimeWarning, match="the device does not reach it"):
+        report = script.run(bench, ["checks"])
+    assert "registered memory is not reached by the device" in report.wrong
+
+
+def test_what_was_found_is_kept_after_each_section(script: ModuleType) -> None:
+    bench = tiny(script)
+    kept: list[int] = []
+
+    def keep(report: object) -> None:
+        kept.append(len(report.rows))
+        bench.driver.batched = False  # as if the driver had refused one
+
+    report = script.run(bench, ["memcpy", "staged"], keep)
+    assert len(kept) == 2
+    assert 0 < kept[0] < kept[1]
+    assert report.rows[-1].note == "REFUSED by the driver in staged"
 
 
 def test_a_section_that_breaks_is_told(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
