@@ -315,3 +315,21 @@ def test_codecs_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MissingDependencyError, match=f"unified-cache\\[{name}\\]"):
             make_guard(MemoryStore(), compression=name)
     make_guard(MemoryStore())
+
+
+@pytest.mark.parametrize("name, module", [("zstd", "zstandard"), ("lz4", "lz4.block")])
+def test_codecs(name: str, module: str) -> None:
+    pytest.importorskip(module)
+    store = MemoryStore()
+    guard, _ = make_guard(store, compression=name)
+    pages = Pages(3)
+    pages.data[1] = 7
+    assert guard.set(keys(3), pages.views, pages.addresses) == [HIT] * 3
+    assert len(store.pages[key(1)]) < HEADER_BYTES + BYTES // 2
+    statuses, read = get(guard, 3)
+    assert statuses == [HIT] * 3
+    assert np.array_equal(read.data, pages.data)
+    codec = compression.codec_named(name)
+    assert codec is not None
+    for stored in (b"", b"not compressed", codec.compress(memoryview(bytes(BYTES - 1)))):
+        assert not codec.decompress(bytes(stored), pages.views[0])
