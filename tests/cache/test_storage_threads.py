@@ -458,7 +458,7 @@ def test_reset_waits_for_nothing_and_starts_no_threads(hanging: Hanging) -> None
     for _ in range(2):
         begun = time.monotonic()
         cache.reset(force=True)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 5  # what hangs never comes back
         usage = cache.usage()
         assert usage["host_quarantined_pages"] == 12
         assert usage["host_free_pages"] == 128 - 12

@@ -526,7 +526,7 @@ def test_case_51_as_many_threads_after_a_reset_as_before() -> None:
         reading(cache, store, toks(17))
         begun = time.monotonic()
         cache.reset(force=True)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 5  # what hangs never comes back
         clock.now += 2
         cache.tick()
         assert storage_threads() == before

@@ -26,7 +26,8 @@ _MISSING = why_not_here()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 DEADLINE = 3.0
-LIMIT = DEADLINE * 1.2
+# The deadline and a fifth, and a second for a machine that does other things too: what hangs takes 30.
+LIMIT = DEADLINE * 1.2 + 1
 HIT, MISS, FULL = PageStatus.HIT, PageStatus.MISS, PageStatus.FULL
 
 
