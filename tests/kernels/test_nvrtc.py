@@ -37,7 +37,8 @@ def compiled(architecture: str) -> tuple[str, bytes]:
     program = checked(nvrtc.nvrtcCreateProgram(kernel_source().encode(), b"copy_pages.cu", 0, None, None))
     options = [option.encode() for option in (*OPTIONS, *CUPY_ADDS, f"-arch={architecture}")]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+    # It is written into. One byte alone would be the one object that Python has for all such bytes.
+    log = b" " * (checked(nvrtc.nvrtcGetProgramLogSize(program)) + 1)
     checked(nvrtc.nvrtcGetProgramLog(program, log))
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
     assert not log.strip(b" \n\0"), f"warnings: {log.decode()}"
