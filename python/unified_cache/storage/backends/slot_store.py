@@ -236,6 +236,21 @@ class SlotStore(Backend):
 
     # The contract.
 
+    def expect(self, body_bytes: int) -> None:
+        """Refuse bodies that are longer than a slot, or than the whole store."""
+        with self._calls, self._clear_errors():
+            store = self._store()
+            if store is None:
+                if SlotGeometry.of(self._size, body_bytes).slots < 1:
+                    raise StorageError(
+                        f"size={self._size} has no room for an object of {body_bytes} bytes: give more"
+                    )
+            elif body_bytes > store.index.geometry.slot_bytes:
+                raise StorageError(
+                    f"pages of {body_bytes} bytes do not fit in its slots of "
+                    f"{store.index.geometry.slot_bytes}: take another place, or remove {self._prefix}.*"
+                )
+
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """For each run how many keys from the first on are stored."""
         with self._calls, self._clear_errors():
