@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -199,6 +199,29 @@ def test_an_error_of_a_part_of_a_call_is_raised_when_all_parts_have_ended(tmp_pa
 # What is tried again
 
 
+class Leased(MemoryStore):
+    """What was read or asked for stays, as in mooncake without `force`."""
+
+    def delete(self, keys: Sequence[str]) -> int:
+        return 0
+
+    def discard(self, keys: Sequence[str]) -> int:
+        return super().delete(keys)
+
+
+def test_what_is_damaged_goes_even_from_under_a_lease() -> None:
+    store = Leased()
+    guard, _ = make_guard(store)
+    pages, read = Pages(1), Pages(1, fill=0)
+    assert guard.set(keys(1), pages.views, pages.addresses) == [PageStatus.HIT]
+    store.pages[keys(1)[0]] = b"\7" * 500
+    assert guard.get(keys(1), read.views, read.addresses) == [PageStatus.CORRUPT]
+    assert guard.exists([keys(1)]) == [0]
+    assert guard.set(keys(1), pages.views, pages.addresses) == [PageStatus.HIT]
+    assert guard.get(keys(1), read.views, read.addresses) == [PageStatus.HIT]
+    assert (read.data == pages.data).all()
+
+
 @pytest.mark.parametrize("why", ["full", "down"])
 def test_what_was_not_stored_is_tried_again_after_it_was_cut(
     why: str, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +305,33 @@ def test_a_backend_that_can_not_be_closed_keeps_nothing_else_open(how: str) -> N
         assert cache.stats()["storage_failed_calls"] == 1
 
 
+class Leaving(MemoryStore):
+    """A client that gives up on the whole process, in one of its threads."""
+
+    leaves = True
+
+    def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        if self.leaves:
+            raise SystemExit(1)
+        return super().exists(runs)
+
+
+def test_a_client_that_leaves_is_a_failure_like_others() -> None:
+    store, clock = Leaving(), Clock()
+    with make_cache(64, storage=store, clock=clock, prefetch_threshold=PAGE) as cache:
+        for start in range(0, 5000, 1000):
+            serve(cache, toks(LONG, start))
+            assert cache.flush(30)
+            clock.now += 1000  # whoever comes next tries whether it is back
+        store.leaves = False
+        serve(cache, toks(LONG))
+        assert cache.flush(30)
+        assert len(store.pages) == 12
+        cache.reset()
+        assert serve(cache, toks(LONG)) == (0, 0, 12 * PAGE)
+        assert_nothing_held(cache)
+
+
 # What is refused when
 
 
@@ -303,6 +353,13 @@ def test_slots_that_no_page_fits_in_are_refused_when_the_storage_is_attached(tmp
     with pytest.raises(StorageError, match=r"size=20000 has no room for an object of 1048576 bytes"):
         guard.register(pages.memory)
     small.close()
+
+
+@pytest.mark.parametrize("scheme", ["file", "mmap"])
+def test_looking_at_no_store_makes_none(scheme: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"there is no store yet: add size="):
+        open_storage(f"{scheme}://{tmp_path}/typo/store")
+    assert list(tmp_path.iterdir()) == []
 
 
 class MmapPages:

@@ -114,6 +114,10 @@ class Backend(ABC):
     def delete(self, keys: Sequence[str]) -> int:
         """Forget objects; returns how many were there. Those that others read just now may be left."""
 
+    def discard(self, keys: Sequence[str]) -> int:
+        """`delete` of objects that are damaged: also while somebody reads them, who finds the same damage."""
+        return self.delete(keys)
+
     @abstractmethod
     def keys(self) -> Iterator[str]:
         """The keys of all objects, in any order; of what comes or goes meanwhile, some."""

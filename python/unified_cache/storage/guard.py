@@ -190,10 +190,12 @@ class StorageGuard:
         call = self._enter(owner)
         try:
             answer = work()
-        except Exception as error:  # whatever a client of some engine raises
+        except BaseException as error:  # whatever a client of some engine raises, a panic and sys.exit too
             timeout = isinstance(error, TimeoutError)
             self._counts.add("storage_failed_calls")
             self._ended(call, failed=True, timeout=timeout)
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise _NoAnswerError(PageStatus.TIMEOUT if timeout else PageStatus.ERROR) from error
         else:
             unanswered = (PageStatus.ERROR, PageStatus.TIMEOUT)
@@ -272,7 +274,7 @@ class StorageGuard:
         if damaged:
             # Out of the way, so that they are written again when they were computed again.
             with contextlib.suppress(Exception):
-                self.backend.delete(damaged)
+                self.backend.discard(damaged)
         return statuses
 
     def _decompress(self, number: int, body: memoryview, stored: int) -> bool:
