@@ -50,14 +50,13 @@ def test_it_serves_a_cache() -> None:
 @pytest.mark.parametrize(
     "place, said",
     [
-        ("", "name module and class"),
-        (__name__, "name module and class"),
-        (f"{__name__}:", "name module and class"),
+        ("", "write dynamic://package.module:Class"),
+        (__name__, "write dynamic://package.module:Class"),
+        (f"{__name__}:", "write dynamic://package.module:Class"),
         ("no.such.module:Mine", "No module named"),
-        (f"{__name__}:Missing", "Missing can not be taken from module"),
-        (f"{__name__}:Bare", "must be a subclass of"),
-        (f"{__name__}:PAGE", "can not be taken"),
-        (f"{__name__}:toks", "must be a subclass of"),
+        (f"{__name__}:Missing", "has no class Missing"),
+        (f"{__name__}:Bare", "is no class of a Backend"),
+        (f"{__name__}:toks", "is no class of a Backend"),
         (f"{__name__}:Wrong", "gave Bare, no Backend"),
     ],
 )

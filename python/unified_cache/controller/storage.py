@@ -101,6 +101,8 @@ class StorageLink:
         self._writes = StorageWrites(tree, host, objects, self._backup, counters, most_jobs)
         self._reads = StorageReads(tree, host, objects, self._reader, config, clock, counters, rates)
         self._late: set[object] = set()
+        self._read_threads = config.storage_read_threads
+        self._write_threads = config.storage_write_threads
         # What jobs from before a reset still touch.
         self._quarantine: dict[object, Pages] = {}
         self.held_elsewhere: Callable[[], Pages] = lambda: _NO_PAGES  # by copies from before a reset
@@ -130,6 +132,17 @@ class StorageLink:
         """The threads whose calls are past their deadline."""
         return self.guard.stuck
 
+    @property
+    def _can_read(self) -> bool:
+        """The storage may be asked, and a thread is left that can."""
+        held = sum(isinstance(job, LookUp | ReadBatch) for job in self._late)
+        return self.guard.available and held < self._read_threads
+
+    @property
+    def _can_write(self) -> bool:
+        held = sum(isinstance(job, WriteJob) for job in self._late)
+        return self.guard.available and held < self._write_threads
+
     def use_keys(self, keys: KeySpace) -> None:
         """What is written and looked for from now on holds other bytes; nothing may be under way."""
         self._keys = keys
@@ -147,12 +160,12 @@ class StorageLink:
 
     def retry(self, node: int) -> None:
         """Write what of the path to `node` could not be stored before."""
-        if self.guard.available:
+        if self._can_write:
             self._writes.retry(node)
             self._begin_writes()
 
     def _begin_writes(self) -> None:
-        if self.guard.available:
+        if self._can_write:
             self._writes.begin(self._keys)
 
     # Storage to host
@@ -169,7 +182,7 @@ class StorageLink:
 
         The question goes out at the next tick, with all others that were asked until then.
         """
-        if not self.guard.available:
+        if not self._can_read:
             return None
         return self._reads.start(tokens, first, anchor, namespace, priority, self._keys)
 
@@ -200,12 +213,17 @@ class StorageLink:
             self._late.add(job)
             if isinstance(job, LookUp | ReadBatch):
                 self._reads.late(job)
-        if self.guard.available:
+        # Of a storage that is down, and of threads that are all held up, nobody waits in the queue: no call
+        # begins there, so none would ever be late.
+        available = self.guard.available
+        down = not available and self.guard.breaker.state == "open"
+        if self._can_read:
             self._reads.ask()
-            self._begin_writes()
-        elif self.guard.breaker.state == "open":
-            # Its threads may all be held up: nobody waits in the queue for one of them.
+        elif available or down:
             self._reads.give_up_queued()
+        if self._can_write:
+            self._begin_writes()
+        elif available or down:
             self._writes.give_up_waiting()
 
     def wait(self, timeout: float) -> None:

@@ -214,6 +214,8 @@ class StorageReads:
         asked = self.look_ups.pop(job)
         if job.found is None:
             self._counters.storage_errors += not job.stop
+        if not asked:  # they were told that it is late
+            return
         found = [0] * len(asked) if job.found is None else job.found
         for prefetch, objects in zip(asked, found, strict=True):
             if prefetch.phase == "look up":
@@ -222,9 +224,13 @@ class StorageReads:
     def _found(self, prefetch: Prefetch, found: int) -> None:
         page_size = self._config.page_size
         self._counters.storage_found_pages += found
-        # What is being read for somebody else, from the front.
+        # What is being read for somebody else, from the front. One that was dropped reads no more, and its
+        # last call may be one that never ends.
         leader, head = None, 0
-        while head < found and (reader := self._readers.get(prefetch.keys[head * self._groups])) is not None:
+        while head < found:
+            reader = self._readers.get(prefetch.keys[head * self._groups])
+            if reader is None or reader.dropped:
+                break
             leader, head = reader, head + 1
         room = max(self._host.num_pages // 2 - sum(len(other.pages) for other in self._reading), 0)
         pages = min(found - head, room)
@@ -277,9 +283,12 @@ class StorageReads:
         if isinstance(job, LookUp):
             self._counters.storage_errors += 1
             job.stop = True
-            for prefetch in self.look_ups.get(job, ()):
-                if prefetch.phase == "look up":
-                    self._end(prefetch)
+            if job in self.look_ups:
+                # Nobody waits for it any more: it counts no longer as asked, be it that it never returns.
+                asked, self.look_ups[job] = self.look_ups[job], []
+                for prefetch in asked:
+                    if prefetch.phase == "look up":
+                        self._end(prefetch)
             return
         if job not in self.batches:
             return

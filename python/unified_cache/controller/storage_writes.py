@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ from unified_cache.storage.objects import PageObjects
 
 __all__ = ["StorageWrites"]
 
-# Nodes remembered because they could not be stored; past that all are forgotten.
-_MOST_UNSTORED = 65536
+# Pages remembered because they could not be stored; past that the first are forgotten.
+_MOST_UNSTORED = 131072
+# Pages that one tick gives up, about: their digests may have to be computed.
+_MOST_GIVEN_UP = 4096
 
 
 @dataclass
@@ -61,9 +64,11 @@ class StorageWrites:
         self._most_jobs = most_jobs
         self.jobs: dict[WriteJob, _Write] = {}
         self._writing_pages = 0
-        # Nodes with the pages they had when they were named: to be written, and those where that failed.
+        # Nodes to be written, with the pages they had when they were named.
         self.waiting: dict[int, int] = {}
-        self._unstored: dict[int, int] = {}
+        # Digests of pages where that failed. Not nodes: the upper part of one that is cut has another id,
+        # and without it nothing below it would ever be a hit.
+        self._unstored: dict[bytes, None] = {}
 
     def want(self, nodes: Sequence[int]) -> None:
         """These nodes' pages are to be written when there is room for it among those being written."""
@@ -81,23 +86,36 @@ class StorageWrites:
             assert parent is not None
             node = parent
         for node in reversed(path):
-            pages = self._unstored.pop(node, None)
-            if pages is not None:
-                self.waiting[node] = pages
+            digests = [digest.tobytes() for digest in self._tree.page_hashes(node)]
+            # What failed is the end of a job, so if a page of a node did, its last one did.
+            if digests[-1] in self._unstored:
+                for digest in digests:
+                    self._unstored.pop(digest, None)
+                self.waiting[node] = len(digests)
 
     def give_up_waiting(self) -> None:
         """The storage is down: what waits is tried again at its next access."""
-        self._remember(self.waiting)
-        self.waiting = {}
+        given_up: list[int] = []
+        count = 0
+        for node, pages in self.waiting.items():
+            if count >= _MOST_GIVEN_UP:
+                break
+            given_up.append(node)
+            count += pages
+            for part, _ in self._parts(node, pages) or ():
+                self._remember(self._tree.page_hashes(part))
+        for node in given_up:
+            del self.waiting[node]
         for job in list(self.jobs):
             if job.ticket is not None and self._backup.threads.cancel(job.ticket):
                 job.failed = True
                 self.take(job)
 
-    def _remember(self, nodes: dict[int, int]) -> None:
-        if len(self._unstored) > _MOST_UNSTORED:
-            self._unstored.clear()
-        self._unstored.update(nodes)
+    def _remember(self, digests: npt.NDArray[np.uint8]) -> None:
+        self._unstored.update(dict.fromkeys(digest.tobytes() for digest in digests))
+        if (over := len(self._unstored) - _MOST_UNSTORED) > 0:
+            for digest in list(islice(self._unstored, over)):
+                del self._unstored[digest]
 
     def begin(self, keys: KeySpace) -> None:
         """Submit what is waiting, as far as there is room for it."""
@@ -117,12 +135,14 @@ class StorageWrites:
     def _collect(self) -> _Write:
         """Nodes for one job, locked: at least a batch if so much waits."""
         taken, collected = _Write(), 0
-        for node, pages in list(self.waiting.items()):
+        seen: list[int] = []
+        # As far as it takes, and no further: after an attach everything on host waits here.
+        for node, pages in self.waiting.items():
             # Pages being written can not be evicted: half of the pool is for everybody else.
             writing = self._writing_pages + pages
             if collected >= BATCH_PAGES or (self._writing_pages > 0 and writing > self._host.num_pages // 2):
                 break
-            del self.waiting[node]
+            seen.append(node)
             parts = self._parts(node, pages)
             if parts is None:
                 self._counters.storage_skipped_pages += pages
@@ -135,6 +155,8 @@ class StorageWrites:
                 taken.locks.append(self._tree.inc_host_lock_ref(part))
                 taken.digests.append(self._tree.page_hashes(part))
                 taken.pages.append(host_pages)
+        for node in seen:
+            del self.waiting[node]
         return taken
 
     def _parts(self, node: int, pages: int) -> list[tuple[int, Pages]] | None:
@@ -167,7 +189,7 @@ class StorageWrites:
         if job.stored < job.pages:
             self._counters.storage_errors += 1
             self._counters.storage_failed_pages += job.pages - job.stored
-            self._remember(taken.nodes)
+            self._remember(np.concatenate(taken.digests)[job.stored :])
 
     def stop(self) -> None:
         """Begin nothing more; what is queued ends now, what runs after its batch."""

@@ -83,6 +83,13 @@ class Backend(ABC):
         For clients that have to know it. It stays where it is until `close` has returned.
         """
 
+    def expect(self, body_bytes: int) -> None:  # noqa: B027
+        """Bodies will have up to so many bytes: said once, when the backend is attached, before `register`.
+
+        Raises:
+            StorageError: not one of them would fit, or none ever: better said now than for each page.
+        """
+
     @abstractmethod
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """For each run of keys how many, from the first on and without a gap, are stored; one round trip."""
@@ -106,6 +113,10 @@ class Backend(ABC):
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> int:
         """Forget objects; returns how many were there. Those that others read just now may be left."""
+
+    def discard(self, keys: Sequence[str]) -> int:
+        """`delete` of objects that are damaged: also while somebody reads them, who finds the same damage."""
+        return self.delete(keys)
 
     @abstractmethod
     def keys(self) -> Iterator[str]:

@@ -129,8 +129,9 @@ class StorageGuard:
         """Pages lie in this memory; it is held until the backend is closed.
 
         Raises:
-            StorageError: the backend can not use it.
+            StorageError: the backend can not use it, or has no room for a single page.
         """
+        self.backend.expect(self.object_bytes)
         self.backend.register(memory)
         self._memory = memory
 
@@ -189,10 +190,12 @@ class StorageGuard:
         call = self._enter(owner)
         try:
             answer = work()
-        except Exception as error:  # whatever a client of some engine raises
+        except BaseException as error:  # whatever a client of some engine raises, a panic and sys.exit too
             timeout = isinstance(error, TimeoutError)
             self._counts.add("storage_failed_calls")
             self._ended(call, failed=True, timeout=timeout)
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise _NoAnswerError(PageStatus.TIMEOUT if timeout else PageStatus.ERROR) from error
         else:
             unanswered = (PageStatus.ERROR, PageStatus.TIMEOUT)
@@ -216,9 +219,7 @@ class StorageGuard:
             self._running.discard(call)
             last = self._closing and not self._running
         if last:
-            # `close` has not waited for this call. Nobody is left to hear of an error.
-            with contextlib.suppress(Exception):
-                self._close_backend()
+            self._close_backend()  # `close` has not waited for this call
 
     def _ended(self, call: _Call, *, failed: bool, timeout: bool) -> bool:
         late = call.late or self._clock() - call.started > self._deadline * _GRACE
@@ -273,7 +274,7 @@ class StorageGuard:
         if damaged:
             # Out of the way, so that they are written again when they were computed again.
             with contextlib.suppress(Exception):
-                self.backend.delete(damaged)
+                self.backend.discard(damaged)
         return statuses
 
     def _decompress(self, number: int, body: memoryview, stored: int) -> bool:
@@ -383,6 +384,9 @@ class StorageGuard:
     def _close_backend(self) -> None:
         try:
             self.backend.close()
+        except Exception:
+            # It is as closed as it can be. Who closes has others to close, or is a thread that nobody hears.
+            self._counts.add("storage_failed_calls")
         finally:
             self._memory = None
 

@@ -1,9 +1,8 @@
-"""A backend by module and class, ``dynamic://package.module:Class?option=value``: one's own."""
+"""``dynamic://package.module:Class?...``: a backend that no package has made known."""
 
 from __future__ import annotations
 
 import importlib
-import re
 
 from unified_cache.errors import StorageError
 from unified_cache.storage.contract import Backend
@@ -11,40 +10,33 @@ from unified_cache.storage.urls import StorageUrl
 
 __all__ = ["DynamicBackend"]
 
-_PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
 
 class DynamicBackend:
-    """Finds the class that a URL names, and opens that."""
+    """Opens the class that a URL names; the rest of the URL is for that class."""
 
     @classmethod
     def from_url(cls, url: StorageUrl, deadline: float) -> Backend:
-        """A backend of the class, by its own ``from_url``, which is given the whole URL.
+        """The backend that ``Class.from_url(url, deadline)`` makes.
 
         Raises:
-            StorageError: there is no such class, or it is no `Backend` with a ``from_url``.
+            StorageError: the module can not be imported, or has no such class, or it is no backend.
         """
-        if not _PLACE.fullmatch(url.host):
-            raise StorageError(
-                f"storage {url}: name module and class, as in dynamic://package.module:Class, "
-                f"not {url.host!r}"
-            )
         module, _, name = url.host.partition(":")
+        if not all(module.split(".")) or not name:
+            raise StorageError(f"storage {url}: write dynamic://package.module:Class")
         try:
-            found = getattr(importlib.import_module(module), name)
+            imported = importlib.import_module(module)
         except Exception as error:  # whatever a module does when it is imported
             raise StorageError(
-                f"storage {url}: {name} can not be taken from module {module} "
-                f"({type(error).__name__}: {error})"
+                f"storage {url}: the module {module} can not be imported ({type(error).__name__}: {error}): "
+                "install it, or set PYTHONPATH"
             ) from error
+        found = getattr(imported, name, None)
+        if found is None:
+            raise StorageError(f"storage {url}: the module {module} has no class {name}")
         if not (isinstance(found, type) and issubclass(found, Backend) and hasattr(found, "from_url")):
-            raise StorageError(
-                f"storage {url}: {url.host} must be a subclass of unified_cache.storage.contract.Backend "
-                "with a class method from_url(url, deadline)"
-            )
+            raise StorageError(f"storage {url}: {name} of {module} is no class of a Backend with from_url")
         backend = found.from_url(url, deadline)
         if not isinstance(backend, Backend):
-            raise StorageError(
-                f"storage {url}: from_url of {url.host} gave {type(backend).__name__}, no Backend"
-            )
+            raise StorageError(f"storage {url}: from_url of {name} gave {type(backend).__name__}, no Backend")
         return backend

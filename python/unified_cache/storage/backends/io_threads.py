@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, cast
+
+from unified_cache.worker import WorkerPool
 
 __all__ = ["IoThreads"]
 
@@ -14,18 +16,31 @@ _Result = TypeVar("_Result")
 
 
 class IoThreads:
-    """So many threads for a call: its own, and others that are started when they are first needed."""
+    """So many threads for a call: its own, and others that are started when they are first needed.
+
+    None of them keeps the process alive: one may be inside a call to a disk that never answers.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
-        self._others = ThreadPoolExecutor(count - 1, name) if count > 1 else None
+        self._name = name
+        self._starting = threading.Lock()
+        self._others: WorkerPool | None = None
+
+    def _pool(self) -> WorkerPool:
+        with self._starting:
+            if self._others is None:
+                self._others = WorkerPool(self._name, self.count - 1)
+            return self._others
 
     def run(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
         """Do the work for each part. All have ended when this returns or raises."""
-        if self._others is None or len(parts) < 2:
+        if self.count < 2 or len(parts) < 2:
             return [work(part) for part in parts]
         results: list[_Result | None] = [None] * len(parts)
         left = deque(range(len(parts)))
+        errors: list[BaseException] = []
+        ended = threading.Semaphore(0)
 
         def take() -> None:
             while left:
@@ -35,20 +50,31 @@ class IoThreads:
                     return
                 results[at] = work(parts[at])
 
-        helpers = [self._others.submit(take) for _ in range(min(self.count, len(parts)) - 1)]
+        def help_out() -> None:
+            try:
+                take()
+            except BaseException as error:
+                left.clear()
+                errors.append(error)
+            finally:
+                ended.release()
+
+        others = self._pool()
+        helpers = [others.submit(help_out) for _ in range(min(self.count, len(parts)) - 1)]
         try:
             take()
         finally:
             left.clear()
-            # Those that have not begun yet are not waited for: other calls may keep the threads busy.
-            begun = [helper for helper in helpers if not helper.cancel()]
-            errors = [helper.exception() for helper in begun]
-        for error in errors:
-            if error is not None:
-                raise error
+            for helper in helpers:
+                # Those that have not begun yet are not waited for: other calls may keep the threads busy.
+                if not others.cancel(helper):
+                    ended.acquire()
+        if errors:
+            raise errors[0]
         return cast(list[_Result], results)
 
     def close(self) -> None:
-        """End the threads."""
-        if self._others is not None:
-            self._others.shutdown()
+        """End the threads; no call runs."""
+        with self._starting:
+            if self._others is not None:
+                self._others.close()

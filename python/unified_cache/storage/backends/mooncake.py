@@ -696,11 +696,18 @@ class MooncakeBackend(Backend):
 
     def delete(self, keys: Sequence[str]) -> int:
         """Forget objects; without `force` those stay that were read or asked for within the lease (-706)."""
+        return self._remove(keys, self._settings.force)
+
+    def discard(self, keys: Sequence[str]) -> int:
+        """Forget damaged objects: having read one was a lease too, and nobody can write what stays."""
+        return self._remove(keys, True)
+
+    def _remove(self, keys: Sequence[str], force: bool) -> int:
         if not keys:
             self._require_open()
             return 0
         with self._calling():
-            codes = self._store.batch_remove(list(keys), self._settings.force)
+            codes = self._store.batch_remove(list(keys), force)
             self._hear(codes)
         return sum(code == 0 for code in codes)
 

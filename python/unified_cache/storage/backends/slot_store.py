@@ -37,6 +37,7 @@ __all__ = ["SlotStore"]
 # Bodies that one preadv takes: longer ones gain nothing, and threads that are done have nothing left to take.
 _JOINED_BYTES = 2 << 20
 _MOST_JOINED = 256  # the system takes 1024
+_NO_STORE = "there is no store yet: add size=, bytes such as 100GB"
 
 Slots = npt.NDArray[np.int64]
 
@@ -96,6 +97,8 @@ class SlotStore(Backend):
         self._orphans: list[Slots] = []  # taken, and then the lock could not be had to give them back
         self._counts = {"too_large": 0, "io_errors": 0}
         with self._clear_errors():
+            if size is None and not os.path.exists(f"{prefix}.table"):
+                raise StorageError(_NO_STORE)  # and leave no files where somebody only wanted to look
             os.makedirs(os.path.dirname(prefix), exist_ok=True)
             locks = ProcessLocks(f"{prefix}.lock")
         self._locks = locks
@@ -164,7 +167,7 @@ class SlotStore(Backend):
     def _allocate(self, size: int | None) -> None:
         """Take room on the medium now: a write that fails later would be too late to say so."""
         if size is None:
-            raise StorageError("there is no store yet: add size=, bytes such as 100GB")
+            raise StorageError(_NO_STORE)
         file = os.open(f"{self._prefix}.data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(file).st_size != size:
@@ -235,6 +238,21 @@ class SlotStore(Backend):
             self._open = self._open_store()
 
     # The contract.
+
+    def expect(self, body_bytes: int) -> None:
+        """Refuse bodies that are longer than a slot, or than the whole store."""
+        with self._calls, self._clear_errors():
+            store = self._store()
+            if store is None:
+                if SlotGeometry.of(self._size, body_bytes).slots < 1:
+                    raise StorageError(
+                        f"size={self._size} has no room for an object of {body_bytes} bytes: give more"
+                    )
+            elif body_bytes > store.index.geometry.slot_bytes:
+                raise StorageError(
+                    f"pages of {body_bytes} bytes do not fit in its slots of "
+                    f"{store.index.geometry.slot_bytes}: take another place, or remove {self._prefix}.*"
+                )
 
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """For each run how many keys from the first on are stored."""
