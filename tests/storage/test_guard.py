@@ -13,8 +13,10 @@ from tests.cache.support import MemoryStore
 from tests.storage.support import BYTES, Pages, Watch, key, keys, make_guard
 from unified_cache.errors import MissingDependencyError, StorageError
 from unified_cache.storage import compression
+from unified_cache.storage.backup import pages_at_once
 from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.page_format import HEADER_BYTES
+from unified_cache.storage.prefetch import batches
 
 HIT, MISS, CORRUPT = PageStatus.HIT, PageStatus.MISS, PageStatus.CORRUPT
 ERROR, TIMEOUT, FULL = PageStatus.ERROR, PageStatus.TIMEOUT, PageStatus.FULL
@@ -333,3 +335,11 @@ def test_codecs(name: str, module: str) -> None:
     assert codec is not None
     for stored in (b"", b"not compressed", codec.compress(memoryview(bytes(BYTES - 1)))):
         assert not codec.decompress(bytes(stored), pages.views[0])
+
+
+@pytest.mark.parametrize(
+    "page_bytes, pages", [(1, 128), (2 << 20, 128), (2 << 21, 64), (8_388_608, 32), (300 << 20, 1)]
+)
+def test_a_call_takes_pages_and_bytes_up_to_a_limit(page_bytes: int, pages: int) -> None:
+    assert pages_at_once(page_bytes) == pages
+    assert batches(2 * pages + 1, page_bytes) == [(0, pages), (pages, 2 * pages), (2 * pages, 2 * pages + 1)]

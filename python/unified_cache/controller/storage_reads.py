@@ -256,7 +256,7 @@ class StorageReads:
     def _read(self, prefetch: Prefetch, pages: int) -> None:
         groups, head = self._groups, prefetch.head
         prefetch.pages = self._host.alloc(pages)
-        for start, end in batches(pages):
+        for start, end in batches(pages, groups * self._objects.bytes):
             keys = prefetch.keys[(head + start) * groups : (head + end) * groups]
             batch = ReadBatch(keys, *self._objects.of(prefetch.pages[start:end]), groups)
             prefetch.batches.append(batch)

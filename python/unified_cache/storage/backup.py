@@ -14,10 +14,17 @@ from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.guard import StorageGuard
 from unified_cache.worker import Ticket
 
-__all__ = ["BATCH_PAGES", "StorageBackup", "Threads", "WriteJob"]
+__all__ = ["BATCH_BYTES", "BATCH_PAGES", "StorageBackup", "Threads", "WriteJob", "pages_at_once"]
 
-# Pages that go to or come from a backend in one call.
+# Pages that go to or come from a backend in one call, at most, and their bytes: a storage that is slow, but not
+# down, must come through one call within its deadline (5 seconds unless set: 50 MB/s).
 BATCH_PAGES = 128
+BATCH_BYTES = 256 << 20
+
+
+def pages_at_once(page_bytes: int) -> int:
+    """How many pages of this size one call takes."""
+    return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
 
 
 class Threads(Protocol):
@@ -74,7 +81,7 @@ class StorageBackup:
 
     def _run(self, job: WriteJob) -> None:
         try:
-            step = BATCH_PAGES * job.groups
+            step = pages_at_once(job.groups * job.views[0].nbytes) * job.groups if job.views else 1
             for start in range(0, len(job.keys), step):
                 if job.stop or not self._write(job, start, min(start + step, len(job.keys))):
                     break

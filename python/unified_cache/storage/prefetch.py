@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache.storage import backup
-from unified_cache.storage.backup import Threads
+from unified_cache.storage.backup import Threads, pages_at_once
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.guard import StorageGuard
 from unified_cache.worker import Ticket
@@ -18,9 +17,9 @@ from unified_cache.worker import Ticket
 __all__ = ["LookUp", "ReadBatch", "StoragePrefetch", "batches"]
 
 
-def batches(pages: int) -> list[tuple[int, int]]:
-    """Where the batches of so many pages begin and end."""
-    step = backup.BATCH_PAGES
+def batches(pages: int, page_bytes: int) -> list[tuple[int, int]]:
+    """Where the batches of so many pages of this size begin and end."""
+    step = pages_at_once(page_bytes)
     return [(start, min(start + step, pages)) for start in range(0, pages, step)]
 
 
