@@ -16,8 +16,8 @@ from unified_cache.worker import Ticket
 
 __all__ = ["BATCH_BYTES", "BATCH_PAGES", "StorageBackup", "Threads", "WriteJob", "pages_at_once"]
 
-# Pages that go to or come from a backend in one call, at most, and their bytes: a storage that is slow, but not
-# down, must come through one call within its deadline (5 seconds unless set: 50 MB/s).
+# Pages that go to or come from a backend in one call, at most, and their bytes: a storage that is slow, but
+# not down, must come through one call within its deadline (5 seconds unless set: 50 MB/s).
 BATCH_PAGES = 128
 BATCH_BYTES = 256 << 20
 
