@@ -14,7 +14,7 @@ from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.guard import StorageGuard
 from unified_cache.worker import Ticket
 
-__all__ = ["BATCH_BYTES", "BATCH_PAGES", "StorageBackup", "Threads", "WriteJob", "pages_at_once"]
+__all__ = ["BATCH_BYTES", "BATCH_PAGES", "ObjectJob", "StorageBackup", "Threads", "WriteJob", "pages_at_once"]
 
 # Pages that go to or come from a backend in one call, at most, and their bytes: a storage that is slow, but
 # not down, must come through one call within its deadline (5 seconds unless set: 50 MB/s).
@@ -37,8 +37,8 @@ class Threads(Protocol):
     def close(self) -> None: ...
 
 
-class WriteJob:
-    """Pages to write, in the order of their prefix. The memory behind the views must stay as it is.
+class ObjectJob:
+    """Objects of some pages, and where they lie: what a thread writes or reads.
 
     Args:
         keys: of the objects, page by page.
@@ -59,12 +59,17 @@ class WriteJob:
         self.addresses = addresses
         self.groups = groups
         self.pages = len(keys) // groups
-        self.stop = False  # set by the owner: the next batch is not begun
+        self.stop = False  # set by the owner: what has not begun need not
         self.ticket: Ticket | None = None
-        # Valid once the job was taken as done:
-        self.stored = 0  # pages from the front that are in storage now
-        self.written = 0  # objects that this job has written
-        self.failed = False  # the storage did not answer, or has no room
+
+
+class WriteJob(ObjectJob):
+    """Pages to write, in the order of their prefix. The memory behind the views must stay as it is."""
+
+    # Valid once the job was taken as done:
+    stored = 0  # pages from the front that are in storage now
+    written = 0  # objects that this job has written
+    failed = False  # the storage did not answer, or has no room
 
 
 class StorageBackup:

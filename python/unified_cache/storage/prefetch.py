@@ -6,10 +6,7 @@ import queue
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
-from unified_cache.storage.backup import Threads, pages_at_once
+from unified_cache.storage.backup import ObjectJob, Threads, pages_at_once
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.guard import StorageGuard
 from unified_cache.worker import Ticket
@@ -33,31 +30,11 @@ class LookUp:
         self.found: list[int] | None = None  # once it is done; None: nobody can tell
 
 
-class ReadBatch:
-    """Pages to read, all or some of what one prefetch reads.
+class ReadBatch(ObjectJob):
+    """Pages to read, all or some of what one prefetch reads."""
 
-    Args:
-        keys: of the objects, page by page.
-        views: of the objects.
-        addresses: uint64 (objects,), where they lie.
-        groups: objects a page.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[str],
-        views: Sequence[memoryview],
-        addresses: npt.NDArray[np.uint64],
-        groups: int = 1,
-    ) -> None:
-        self.keys = keys
-        self.views = views
-        self.addresses = addresses
-        self.groups = groups
-        self.pages = len(keys) // groups
-        self.stop = False  # set by the owner: if it has not begun, it need not
-        self.ticket: Ticket | None = None
-        self.statuses: list[PageStatus] = []  # of the objects; set once, when the bytes are there
+    # Of the objects; set once, when the bytes are there.
+    statuses: Sequence[PageStatus] = ()
 
     @property
     def read(self) -> int:
