@@ -368,6 +368,24 @@ def test_a_load_that_fails_while_others_are_submitted() -> None:
         cache.begin_forward(requests)
 
 
+def test_pages_that_an_insert_brings_may_still_be_loading() -> None:
+    cache, copies = late()
+    on_host(cache, range(0, 100, 100))
+    # One computes what another one is loading, and goes on with the pages of the tree.
+    computing = cache.begin(toks(2 * PAGE + 1))
+    computing.extend()
+    compute(computing)
+    other = loading(cache, 0)
+    computing.insert()
+    assert computing.pages[:2].tolist() == other.pages.tolist()
+    assert not computing.loaded
+    computing.wait()
+    assert_served(computing)
+    for request in (computing, other):
+        request.abort()
+    assert_nothing_held(cache)
+
+
 def test_no_host_tier_no_layers() -> None:
     with make_cache(write_policy=None) as cache:
         request = cache.begin(toks(9))
