@@ -369,7 +369,7 @@ def test_a_load_that_fails_while_others_are_submitted() -> None:
 
 
 def test_pages_that_an_insert_brings_may_still_be_loading() -> None:
-    cache, copies = late()
+    cache, _ = late()
     on_host(cache, range(0, 100, 100))
     # One computes what another one is loading, and goes on with the pages of the tree.
     computing = cache.begin(toks(2 * PAGE + 1))
