@@ -186,8 +186,10 @@ class UnifiedCache:
             if backend is not None:
                 self._storage = self._link(backend)
         except BaseException:
-            if backend is not None:
-                backend.close()
+            # In the order of `close`: nothing that was begun is left behind.
+            for part in (self._copies, backend, self.host_pool):
+                if part is not None:
+                    part.close()
             raise
 
     def _open(self, storage: str | os.PathLike[str] | Backend) -> Backend:
@@ -279,7 +281,8 @@ class UnifiedCache:
         for what it reads and no more.
 
         Raises:
-            CopyError: what one of them needs has failed to arrive; only `abort` is left for it.
+            CopyError: what one of them needs has failed to arrive. It is copied again, so this may be called
+                again.
             LockError: one of them has ended, is from before a reset, or was retracted.
         """
         self._check_open()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -239,3 +240,17 @@ def test_workers() -> None:
     worker.close()
     worker.close()
     assert worker.drain()
+
+
+def test_a_cache_that_can_not_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
+    pools = []
+
+    def refuse(device: Any, host: Any) -> Any:
+        pools.append(host)
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        make_cache(copies=refuse, storage=str(tmp_path))
+    with pytest.raises(ClosedError):
+        _ = pools[0].planes
+    assert cache_threads() == []
