@@ -15,6 +15,9 @@ __all__ = [
     "LockError",
     "MissingDependencyError",
     "PoisonedError",
+    "RankError",
+    "RankLostError",
+    "RanksDifferError",
     "StorageError",
     "TraceError",
     "UnifiedCacheError",
@@ -78,6 +81,18 @@ class ClosedError(UnifiedCacheError, RuntimeError):
 
 class CopyError(UnifiedCacheError, RuntimeError):
     """A copy between two tiers failed: the bytes that were waited for are not there."""
+
+
+class RankError(UnifiedCacheError, RuntimeError):
+    """Ranks that serve together can not go on together."""
+
+
+class RankLostError(RankError):
+    """A rank has ended, or did not come within the time limit."""
+
+
+class RanksDifferError(RankError):
+    """Ranks that must hold the same do not; the message has the tick, the rank and what differs first."""
 
 
 class StorageError(UnifiedCacheError, OSError):

@@ -1,0 +1,1 @@
+"""More than one rank: who they are, and how they agree."""
