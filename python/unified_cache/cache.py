@@ -6,7 +6,7 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,9 +17,21 @@ from unified_cache.controller.cache_controller import MOST_FAILURES, CacheContro
 from unified_cache.controller.layer_done import LayerWait
 from unified_cache.controller.recompute import LoadOrRecompute
 from unified_cache.controller.storage import Prefetch, StorageLink
+from unified_cache.controller.storage_operations import StorageOperations
 from unified_cache.counters import Counters
-from unified_cache.errors import ArgumentError, BusyError, CapacityError, ClosedError, PoisonedError
+from unified_cache.errors import (
+    ArgumentError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    PoisonedError,
+    RankError,
+    StorageError,
+)
 from unified_cache.pools.allocator import PageAllocator, Pages, as_count
+from unified_cache.rank_ticks import Parts, RankTicks
+from unified_cache.ranks.group import Ranks
+from unified_cache.ranks.outcomes import SLOTS
 from unified_cache.request import Request, as_priority, as_tokens
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts
@@ -88,6 +100,8 @@ class UnifiedCache:
         device_pool: the device's pages; from now on they are the cache's to hand out.
         clock: seconds, for time limits and for what computing takes; with storage, threads call it too.
         copies: makes the copy engine for a device pool and a host pool; None: the one that fits the device.
+        ranks: that serve together. All ranks of a group make the same calls in the same order; a tick is a
+            reduction among them, and the only one. None: this process alone.
 
     Attributes:
         config: the settings.
@@ -99,6 +113,7 @@ class UnifiedCache:
         ArgumentError: settings that do not go together or do not fit the machine.
         CapacityError: host memory can not be registered, and `host_pinned` requires it.
         StorageError: the storage can not be used.
+        RankError: another rank could not make its cache, or has other settings.
     """
 
     def __init__(
@@ -108,6 +123,7 @@ class UnifiedCache:
         *,
         clock: Callable[[], float] = time.monotonic,
         copies: Callable[[DevicePool, HostPool], CopyEngine] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if config.page_size != device_pool.page_size:
             raise ArgumentError(
@@ -124,7 +140,10 @@ class UnifiedCache:
         self._counters = Counters()
         self._rates = LoadOrRecompute(config.page_size, config.load_back_threshold, config.prefetch_threshold)
         self._expiries: list[float] = []
-        self._device_pages = PageAllocator(device_pool.num_pages, "device")
+        self._ranks = Ranks() if ranks is None else ranks
+        alone = self._ranks.agreement.alone
+        self._together = None if alone else RankTicks(self._ranks.agreement, clock)
+        self._operations = StorageOperations(None if alone else SLOTS)
         self._host_pages: PageAllocator | None = None
         self._copies: CopyEngine | None = None
         self._storage: StorageLink | None = None
@@ -136,10 +155,7 @@ class UnifiedCache:
                 f"storage_head_groups must divide the {device_pool.shape.heads} heads of the device pool, "
                 f"not {config.storage_head_groups}"
             )
-        if config.write_policy is None:
-            self.tree = config.make_tree()
-        else:
-            self._add_host(copies)
+        self._build(copies)
         self._controller = CacheController(
             self.tree,
             self._device_pages,
@@ -150,47 +166,91 @@ class UnifiedCache:
             self._rates,
             wait_seconds=config.alloc_wait,
             most_copy_pages=config.copy_pages,
+            alone=alone,
         )
         self._controller.held_elsewhere = self._held_by_storage
+        self._parts = Parts(
+            self.tree,
+            self._device_pages,
+            self._host_pages,
+            self._controller,
+            self._operations,
+            self._rates,
+        )
 
-    def _add_host(self, copies: Callable[[DevicePool, HostPool], CopyEngine] | None) -> None:
-        # Here, not at the top: a cache without a host tier needs neither them nor what they need.
+    def _build(self, copies: Callable[[DevicePool, HostPool], CopyEngine] | None) -> None:
+        """Make the tree, the pools and the storage, as large on all ranks."""
+        config, together, backend = self.config, self._together, None
+        pages = [self.device_pool.num_pages, 0]
+        try:
+            if config.write_policy is not None:
+                # Here, not at the top: a cache without a host tier needs neither it nor what it needs.
+                from unified_cache.pools.host import host_pages_for
+
+                pages[1] = host_pages_for(self.device_pool, config.hicache_ratio, config.hicache_size)
+                # Opened before anything is allocated or started, since this is what can go wrong.
+                backend = None if config.storage is None else self._open(config.storage)
+            if together is not None:
+                pages = together.agree_on_sizes(pages, self._settings())
+            self._device_pages = PageAllocator(pages[0], "device")
+            self.tree = config.make_tree(*pages)
+            if config.write_policy is not None:
+                self._add_host(pages[1], backend, copies)
+            if together is not None:
+                together.all_built()
+        except BaseException as error:
+            # In the order of `close`: nothing that was begun is left behind.
+            for part in (self._copies, self._storage or backend, self.host_pool):
+                if part is not None:
+                    part.close()
+            if together is not None and not isinstance(error, RankError):
+                together.refuse()
+            raise
+
+    def _settings(self) -> str:
+        """What has to be the same on all ranks."""
+        config, shape, layout = self.config, self.device_pool.shape, self._ranks.layout
+        same = {
+            field.name: getattr(config, field.name)
+            for field in fields(config)
+            if field.name not in ("storage", "host_numa_node", "copy_threads", "copy_blocks")
+        }
+        same["storage"] = config.storage is not None
+        same["pool"] = (self.device_pool.kind, str(self.device_pool.dtype), shape.tokens)
+        same["ranks"] = (layout.tp_size, layout.dp_size, layout.cp_size, layout.pp_size)
+        return str(same)
+
+    def _add_host(
+        self,
+        pages: int,
+        backend: Backend | None,
+        copies: Callable[[DevicePool, HostPool], CopyEngine] | None,
+    ) -> None:
         from unified_cache.copies.choose import make_copy_engine
-        from unified_cache.pools.host import HostPool, host_pages_for
+        from unified_cache.pools.host import HostPool
         from unified_cache.pools.host_memory import HostMemory
 
         config, device = self.config, self.device_pool
-        pages = host_pages_for(device, config.hicache_ratio, config.hicache_size)
-        self.tree = config.make_tree(device.num_pages, pages)
-        # Opened before anything is allocated or started, since this is what can go wrong.
-        backend = None if config.storage is None else self._open(config.storage)
-        try:
-            self.host_pool = HostPool(
-                device,
-                pages,
-                layout=config.host_layout,
-                memory=HostMemory(
-                    pinned=config.host_pinned,
-                    host_register_chunk=config.host_register_chunk,
-                    huge_pages=config.host_huge_pages,
-                    numa_node=config.host_numa_node,
-                ),
+        self.host_pool = HostPool(
+            device,
+            pages,
+            layout=config.host_layout,
+            memory=HostMemory(
+                pinned=config.host_pinned,
+                host_register_chunk=config.host_register_chunk,
+                huge_pages=config.host_huge_pages,
+                numa_node=config.host_numa_node,
+            ),
+        )
+        self._host_pages = PageAllocator(pages, "host")
+        if copies is None:
+            self._copies = make_copy_engine(
+                device, self.host_pool, blocks=config.copy_blocks, threads=config.copy_threads
             )
-            self._host_pages = PageAllocator(pages, "host")
-            if copies is None:
-                self._copies = make_copy_engine(
-                    device, self.host_pool, blocks=config.copy_blocks, threads=config.copy_threads
-                )
-            else:
-                self._copies = copies(device, self.host_pool)
-            if backend is not None:
-                self._storage = self._link(backend)
-        except BaseException:
-            # In the order of `close`: nothing that was begun is left behind.
-            for part in (self._copies, backend, self.host_pool):
-                if part is not None:
-                    part.close()
-            raise
+        else:
+            self._copies = copies(device, self.host_pool)
+        if backend is not None:
+            self._storage = self._link(backend)
 
     def _open(self, storage: str | os.PathLike[str] | Backend) -> Backend:
         return storage if isinstance(storage, Backend) else open_storage(storage, self.config.storage_timeout)
@@ -206,9 +266,11 @@ class UnifiedCache:
             self._keys(self.host_pool),
             self.config,
             self._clock,
+            self._now,
             self._counters,
             self._storage_counts,
             self._rates,
+            self._operations,
         )
         link.held_elsewhere = lambda: self._held_besides(link)
         return link
@@ -228,6 +290,10 @@ class UnifiedCache:
             layout=host.layout,
         )
         return KeySpace(name, groups)
+
+    def _now(self) -> float:
+        """Seconds, the same on all ranks: between two ticks it stands still where there are others."""
+        return self._clock() if self._together is None else self._together.now
 
     def _links(self) -> list[StorageLink]:
         return self._detached if self._storage is None else [self._storage, *self._detached]
@@ -434,23 +500,31 @@ class UnifiedCache:
     # The loop
 
     def tick(self) -> None:
-        """Take what has ended, and start what is waiting. Never waits itself."""
+        """Take what has ended, and start what is waiting.
+
+        Never waits for a copy or a storage. With other ranks it waits for their ticks.
+
+        Raises:
+            RankLostError: another rank has ended, or did not come within the time limit.
+            RanksDifferError: what must be the same on all ranks is not; the message has the tick, the rank
+                and the first difference. Every later tick is the same error, as it is after a lost rank.
+        """
         self._step()
 
     def _step(self, most_failures: int | None = None) -> None:
         self._check_open()
-        self._controller.tick(most_failures)
-        if self._storage is not None:
-            self._storage.tick()
+        if self._together is None:
+            self._controller.tick(most_failures)
+            for link in self._links():
+                link.tick()
+        else:
+            self._together.tick(
+                self._parts, self._links(), self._storage, resets=self._epoch, most_failures=most_failures
+            )
         if self._detached:
-            self._tick_detached()
-        if self._expiries and self._clock() >= self._expiries[0]:
+            self._detached = [link for link in self._detached if link.busy]
+        if self._expiries and self._now() >= self._expiries[0]:
             self._expire_pins()
-
-    def _tick_detached(self) -> None:
-        for link in self._detached:
-            link.tick()
-        self._detached = [link for link in self._detached if link.busy]
 
     def flush(self, timeout: float | None = None) -> bool:
         """Tick until nothing is under way: what was wanted on host and in storage is there or given up.
@@ -466,18 +540,25 @@ class UnifiedCache:
             CopyError: without a timeout, a copy of pages in use failed again and again; ticks go on trying.
         """
         self._check_open()
-        end = None if timeout is None else time.monotonic() + _as_seconds(timeout, "timeout")
+        timeout = None if timeout is None else _as_seconds(timeout, "timeout")
+        # Where there are others, all have to give up at the same tick.
+        clock = time.monotonic if self._together is None else self._now
         self.tick()
+        end = None if timeout is None else clock() + timeout
         while True:
             stuck = self._controller.stuck(MOST_FAILURES)
             copies_idle = stuck is not None or self._controller.idle
+            if stuck is not None and self._together is not None:
+                raise stuck  # the others wait for this copy
             if copies_idle and (self._storage is None or self._storage.idle):
                 if stuck is not None and end is None:
                     raise stuck
                 return stuck is None
-            left = None if end is None else min(end - time.monotonic(), threading.TIMEOUT_MAX)
+            left = None if end is None else min(end - clock(), threading.TIMEOUT_MAX)
             if left is not None and left <= 0:
                 return False
+            if self._together is not None:
+                left = _POLL_SECONDS  # what ends elsewhere is heard of at a tick
             if not copies_idle:
                 self._controller.take_done(wait=True, timeout=left)
             elif self._storage is not None:
@@ -512,7 +593,7 @@ class UnifiedCache:
         if seconds is not None:
             if _as_seconds(seconds, "seconds") <= 0:
                 raise ArgumentError(f"seconds must be a number > 0, not {seconds!r}")
-            expires_at = self._clock() + _as_seconds(seconds, "seconds")
+            expires_at = self._now() + _as_seconds(seconds, "seconds")
         match = self.match_prefix(tokens, extra_key=extra_key, cache_salt=cache_salt)
         pin = self.tree.pin(match.last_host_node, expires_at)
         if expires_at is not None:
@@ -529,7 +610,7 @@ class UnifiedCache:
         self.tree.unpin(pinned.pin)
 
     def _expire_pins(self) -> None:
-        now = self._clock()
+        now = self._now()
         self.tree.expire_pins(now)
         while self._expiries and self._expiries[0] <= now:
             heapq.heappop(self._expiries)
@@ -664,15 +745,33 @@ class UnifiedCache:
         if self._storage is not None:
             raise BusyError("there is a storage already: detach_storage first")
         self.config.check_storage(storage)
-        backend = self._open(storage)
         try:
-            link = self._link(backend)
+            backend = self._open(storage)
+            try:
+                link = self._link(backend)
+            except BaseException:
+                backend.close()
+                raise
         except BaseException:
-            backend.close()
+            if self._together is not None:
+                self.tick()  # the others hear of it, and leave it too
             raise
+        if self._together is not None:
+            self._attach_together(self._together, link)
         self.config = replace(self.config, storage=storage)
         self._storage = link
         link.write_later(self.tree.host_nodes())
+
+    def _attach_together(self, together: RankTicks, link: StorageLink) -> None:
+        together.attaching = link
+        try:
+            self.tick()
+        finally:
+            together.attaching = None
+            if not together.attached:
+                link.close()
+        if not together.attached:
+            raise StorageError("storage: another rank can not use it, and says why there")
 
     def detach_storage(self, *, timeout: float = 10.0) -> bool:
         """Use no storage from now on, and close it. Requests go on without what they still wait for.
@@ -709,7 +808,7 @@ class UnifiedCache:
             return
         timeout = _as_seconds(timeout, "timeout")
         try:
-            if self._storage is not None:
+            if self._storage is not None and not (self._together is not None and self._together.broken):
                 self.flush(timeout)
         finally:
             self._closed = True

@@ -196,8 +196,7 @@ class Request:
             self._loads = []
         if self._retracted is not None and not self.retracted:
             # Its bytes are there, and one more look at what has ended says so.
-            while self._retracted.held and controller.take_done(wait=True):
-                pass
+            self._retracted.settle()
             self._retracted = None
         if self._computing_since is not None:
             self._computing_since = self._cache._clock()

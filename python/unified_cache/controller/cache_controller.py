@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from unified_cache._native import Ack, BackupPlan, LoadBackPlan, PrefixTree
 from unified_cache.controller.layer_done import LayerDoneCounter
 from unified_cache.controller.operations import CacheOperation, OperationQueue, Part, merge
 from unified_cache.counters import Counters
-from unified_cache.errors import ArgumentError, CapacityError, CopyError, LockError
+from unified_cache.errors import ArgumentError, CapacityError, CopyError, LockError, RankError
 from unified_cache.pools.allocator import PageAllocator, Pages, as_count
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _VICTIM_PRIORITY = 1
 _COUNTED_ROOM = 4
 
 _NO_PAGES: Pages = np.empty(0, np.uint32)
+_serial = attrgetter("serial")
 
 
 class CacheController:
@@ -59,6 +61,8 @@ class CacheController:
         rates: told how long loads take.
         wait_seconds: as long may `alloc` wait for the next copy under way to end.
         most_copy_pages: pages a submission; None: no limit.
+        alone: there are no other ranks, so the end of a copy counts at once. Else `acknowledge` says which
+            count.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class CacheController:
         *,
         wait_seconds: float,
         most_copy_pages: int | None = None,
+        alone: bool = True,
     ) -> None:
         self._tree = tree
         self._device = device
@@ -91,6 +96,11 @@ class CacheController:
         self._backup_pages = 0  # of backups under way, which keep their nodes locked on device
         self._queues = {"backup": OperationQueue(), "load": OperationQueue()}
         self._open: set[CacheOperation] = set()
+        # With other ranks: in the order in which they began, which is the same on all; None: alone.
+        self._order: dict[str, deque[CacheOperation]] | None = (
+            None if alone else {"backup": deque(), "load": deque()}
+        )
+        self._begun = 0
         self._loads: dict[Ack, CacheOperation] = {}
         self._running: dict[CopyHandle, list[Part]] = {}
         self._writes_running = 0
@@ -102,7 +112,7 @@ class CacheController:
         # Operations that nobody needs, and how many pages they still hold on device and host.
         self._abandoned: dict[CacheOperation, tuple[int, int]] = {}
         # What copies from before a reset still touch.
-        self._quarantine: dict[CopyHandle, tuple[Pages, Pages]] = {}
+        self._quarantine: dict[CopyHandle | CacheOperation, tuple[Pages, Pages]] = {}
         self.held_elsewhere: Callable[[], Pages] = lambda: _NO_PAGES  # host pages that storage still touches
         # Moments on the forward's stream, oldest first; those of before are over.
         self._marks: deque[tuple[int, Mark]] = deque()
@@ -120,6 +130,13 @@ class CacheController:
         Args:
             most_failures: leave alone what has failed so often; None: no limit.
         """
+        self.look(most_failures)
+        if not self.idle:
+            self.begin_backups()
+            self.submit()
+
+    def look(self, most_failures: int | None = None) -> None:
+        """Take what has ended, and try again what has failed."""
         if self._mark_due:
             self._record_mark()
         if self.idle:
@@ -127,9 +144,70 @@ class CacheController:
         if self._failed:
             self._retry(most_failures)
         self.take_done()
-        self.begin_backups()
+
+    def submit(self) -> None:
+        """Submit what waits, as far as so much may be under way."""
         self._submit("backup")
         self._submit("load")
+
+    # With other ranks: whose end counts
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Backups and loads whose end does not count yet: the same on all ranks."""
+        return (0, 0) if self._order is None else (len(self._order["backup"]), len(self._order["load"]))
+
+    @property
+    def ended(self) -> tuple[int, int]:
+        """How many of these, from the oldest on, have ended on this rank."""
+        backups, loads = (
+            sum(1 for _ in takewhile(lambda operation: operation.ended, order))
+            for order in ([] if self._order is None else self._order.values())
+        )
+        return backups, loads
+
+    def acknowledge(self, backups: int, loads: int) -> None:
+        """So many, from the oldest on, have ended on all ranks: tell the tree."""
+        if self._order is None:
+            return
+        for order, count in zip(self._order.values(), (backups, loads), strict=True):
+            for _ in range(count):
+                self._finish(order.popleft())
+
+    def acknowledge_through(self, operation: CacheOperation, timeout: float | None = None) -> None:
+        """Wait for an operation and the older ones of its direction, and tell the tree.
+
+        Every rank does so at the same call, so nobody has to be asked.
+
+        Raises:
+            RankError: it does not end on this rank, so the others will go on without it.
+        """
+        assert self._order is not None
+        order = self._order[operation.direction]
+        while operation in self._open or operation in self._quarantine:
+            first = order[0]
+            while not first.ended:
+                if self._failed:
+                    self._retry(MOST_FAILURES)
+                self.submit()
+                if not first.ended and not self.take_done(wait=True, timeout=timeout):
+                    raise RankError(
+                        f"the {first.direction} copy of {first.pages} pages does not end on this rank "
+                        f"({first.failures} attempts have failed, the last: {first.error}): "
+                        "it can not go on with the others"
+                    )
+            self._finish(order.popleft())
+
+    def await_end(self, operation: CacheOperation) -> None:
+        """Wait until an operation has ended, and tell the tree."""
+        if self._order is not None:
+            self.acknowledge_through(operation)
+        while operation in self._open and self.take_done(wait=True):
+            pass
+
+    def _finish(self, operation: CacheOperation) -> None:
+        self._close(operation)
+        operation.finish()
 
     # What loads a path waits for
 
@@ -146,9 +224,17 @@ class CacheController:
             ClosedError: the engine was closed before one began.
         """
         self.submit_loads(loads)
-        for load in loads:
-            for handle in tuple(load.parts):
-                handle.wait()
+        while True:
+            try:
+                for load in loads:
+                    for handle in tuple(load.parts):
+                        handle.wait()
+            except CopyError:
+                if self._order is None:
+                    raise
+                self.submit_loads(loads)
+            else:
+                return
 
     def submit_loads(self, loads: Sequence[CacheOperation]) -> list[int]:
         """Submit what of these loads still waits; returns the layer sets that they fill.
@@ -156,8 +242,17 @@ class CacheController:
         Waits for earlier loads if all sets are in use.
 
         Raises:
-            CopyError: one has failed.
+            CopyError: one has failed. With other ranks, which would go on without this one: not before it was
+                tried again and again.
         """
+        for _ in range(MOST_FAILURES if self._order is not None else 0):
+            try:
+                return self._submit_loads(loads)
+            except CopyError:
+                self.take_done(wait=bool(self._running))
+        return self._submit_loads(loads)
+
+    def _submit_loads(self, loads: Sequence[CacheOperation]) -> list[int]:
         for load in loads:
             if load in self._failed:
                 # Whoever comes later need not hear of it: it is copied again anyway.
@@ -408,7 +503,8 @@ class CacheController:
     def _make_room(self, num_pages: int) -> None:
         # Wanted backups first: an eviction now would delete what is about to be safe on host.
         self.begin_backups()
-        self.take_done()
+        if self._order is None:
+            self.take_done()
         limit = self._counters.failed_copies + MOST_FAILURES
         while self._short(num_pages) > self._evictable_pages:
             if not self._wait_for_room(limit):
@@ -425,11 +521,15 @@ class CacheController:
 
     def _wait_for_room(self, most_failed: int) -> bool:
         """Wait until a copy has ended; False if none did in time, or if so many have failed by now."""
+        if self._order is not None:
+            oldest = min((order[0] for order in self._order.values() if order), key=_serial, default=None)
+            if oldest is not None:
+                self.acknowledge_through(oldest, self._wait_seconds)
+            return oldest is not None
         # A write-back that fails is taken back, and may be the victim again.
         if self._counters.failed_copies >= most_failed:
             return False
-        self._submit("backup")
-        self._submit("load")
+        self.submit()
         return self.take_done(wait=True, timeout=self._wait_seconds)
 
     def _short(self, num_pages: int) -> int:
@@ -493,6 +593,10 @@ class CacheController:
             coming: device pages that are free once it has ended.
         """
         self._open.add(operation)
+        if self._order is not None:
+            self._begun += 1
+            operation.serial = self._begun
+            self._order[operation.direction].append(operation)
         if coming:
             self._coming[operation] = coming
         self._queues[operation.direction].push(operation)
@@ -516,13 +620,22 @@ class CacheController:
         self._coming.pop(operation, None)
         if len(device_pages):
             self._coming[operation] = len(device_pages)
+        if not self._stop(operation):
+            return
+        if self._order is None:
+            self._close(operation)
+            release()
+
+    def _stop(self, operation: CacheOperation) -> bool:
+        """Copy no more of it, nobody needs it; True if no copy carries a part of it now."""
+        operation.unneeded = True
         queued = self._queues[operation.direction].remove(operation)
         if operation in self._failed:
             self._failed.remove(operation)
-        elif not queued or not operation.stop_here():
-            return
-        self._close(operation)
-        release()
+            operation.ended = True
+        elif queued and operation.stop_here():
+            operation.ended = True
+        return operation.ended
 
     @property
     def abandoned_pages(self) -> tuple[int, int]:
@@ -599,7 +712,8 @@ class CacheController:
             wait: if none has, but some are running, wait for one.
             timeout: seconds that the wait may take; None: no limit.
         """
-        if self._copies is None or not (self._running or self._quarantine):
+        waited_for = self._running if self._order is not None else (self._running or self._quarantine)
+        if self._copies is None or not waited_for:
             return False
         ended = self._copies.take_done(wait=wait, timeout=timeout)
         for handle in ended:
@@ -624,9 +738,16 @@ class CacheController:
             self._queues[operation.direction].remove(operation)
         if not operation.arrive(part, error):
             return
+        if self._order is not None:
+            # It counts when it has ended on all ranks. So what fails is copied again until it has arrived:
+            # nothing is given up on one rank alone.
+            operation.ended = operation.error is None or operation.unneeded
+            if not operation.ended:
+                operation.failures += 1
+                self._failed.append(operation)
+            return
         if operation.error is None:
-            self._close(operation)
-            operation.finish()
+            self._finish(operation)
             return
         operation.failures += 1
         if operation.give_up():
@@ -638,7 +759,7 @@ class CacheController:
         """Take back what has failed if nobody uses it any more, or else copy it once more."""
         failed, self._failed = self._failed, []
         for operation in failed:
-            if operation.give_up():
+            if self._order is None and operation.give_up():
                 self._close(operation)
             elif most_failures is not None and operation.failures >= most_failures:
                 self._failed.append(operation)
@@ -685,13 +806,18 @@ class CacheController:
 
     def cancel(self) -> None:
         """Forget everything: the tree and the pools are reset next. What copies touch is in quarantine."""
-        for handle in self._running:
-            # A copy that nobody waits for may read device pages that are free already.
-            used = self._device.used(handle.device_pages)
-            self._quarantine[handle] = (handle.device_pages[used], handle.host_pages)
-        self._running.clear()
-        self._sets.clear()
-        self._writes_running = 0
+        if self._order is None:
+            for handle in self._running:
+                self._quarantine[handle] = self._touched(handle)
+            self._running.clear()
+            self._sets.clear()
+            self._writes_running = 0
+        else:
+            # What still runs is not the same on all ranks: whatever does not count as ended.
+            for operation in self._open:
+                self._quarantine[operation] = self._touched(operation)
+                operation.finish = partial(self._release, operation)
+                self._stop(operation)
         self._wanted.clear()
         self._wanted_now.clear()
         self._backup_pages = 0
@@ -705,6 +831,10 @@ class CacheController:
         if self.layer_done is not None:
             self.layer_done.reset()
 
+    def _touched(self, copy: CopyHandle | CacheOperation) -> tuple[Pages, Pages]:
+        # A copy that nobody waits for may read device pages that are free already.
+        return copy.device_pages[self._device.used(copy.device_pages)], copy.host_pages
+
     def reset_device(self, keep: Pages) -> None:
         """All device pages but `keep` are free: whoever had them, a forward may still read them."""
         self._device.reset(keep, self._mark)
@@ -716,9 +846,9 @@ class CacheController:
         host = [_NO_PAGES, *(pages for _, pages in self._quarantine.values())]
         return np.unique(np.concatenate(device)), np.unique(np.concatenate(host))
 
-    def _release(self, handle: CopyHandle) -> None:
+    def _release(self, copy: CopyHandle | CacheOperation) -> None:
         assert self._host is not None
-        device, host = self._quarantine.pop(handle)
+        device, host = self._quarantine.pop(copy)
         still_device, still_host = self.quarantined()
         self.free_device(np.setdiff1d(device, still_device))
         self._host.free(np.setdiff1d(host, np.concatenate((still_host, self.held_elsewhere()))))

@@ -36,6 +36,9 @@ class CacheOperation:
         parts: submissions that carry a part of it, of the attempt under way.
         orphans: host pages of it that nobody wants any more, to be freed when it has ended: until then a copy
             may write to them.
+        serial: counts operations from the first on, where there are other ranks.
+        ended: it has come to its end on this rank, and counts as ended when it has on all.
+        unneeded: nobody waits for it, so a failure is an end.
     """
 
     def __init__(
@@ -58,6 +61,9 @@ class CacheOperation:
         self.failures = 0
         self.parts: list[CopyHandle] = []
         self.orphans: list[Pages] = []
+        self.serial = 0
+        self.ended = False
+        self.unneeded = False
         self._submitted = 0  # pages, of the attempt under way
         self._arrived = 0  # pages whose part has ended, well or not
 

@@ -84,6 +84,8 @@ class LoadOrRecompute:
         self._prefills = StraightLine()
         self._refused = 0
         self.reported = False  # the engine measures its prefills itself
+        # With other ranks, which measure other times: what they agree on, for host and storage.
+        self.agreed: tuple[int, int] | None = None
 
     # What was measured
 
@@ -107,17 +109,24 @@ class LoadOrRecompute:
     @property
     def load_back_threshold(self) -> int:
         """Host hits shorter than this, in tokens, are computed again."""
-        if isinstance(self._host, int):
-            return self._host
-        return self._learnt(self._host_default, self._loads)
+        return self.measured[0] if self.agreed is None else self.agreed[0]
 
     @property
     def prefetch_threshold(self) -> int:
         """Storage hits shorter than this, in tokens, are computed again."""
-        if isinstance(self._storage, int):
-            return self._storage
-        # From storage they come to host first, and then to device.
-        return self._learnt(self._storage_default, self._reads, self._loads)
+        return self.measured[1] if self.agreed is None else self.agreed[1]
+
+    @property
+    def measured(self) -> tuple[int, int]:
+        """Both thresholds, as this rank alone would have them."""
+        host = self._host
+        if not isinstance(host, int):
+            host = self._learnt(self._host_default, self._loads)
+        storage = self._storage
+        if not isinstance(storage, int):
+            # From storage they come to host first, and then to device.
+            storage = self._learnt(self._storage_default, self._reads, self._loads)
+        return host, storage
 
     def worth_loading(self, tokens: int) -> bool:
         """A host hit of so many tokens is loaded, and not computed again."""

@@ -79,6 +79,10 @@ class RetractedPages:
         self.state = "returning"
         return self._device_pages, self._operation
 
+    def settle(self) -> None:
+        """The bytes have come back: nothing is held here after that."""
+        self._controller.await_end(self._operation)
+
     def give_up(self) -> None:
         """Nobody needs what is held here any more, on either tier."""
         if self.state == "away":

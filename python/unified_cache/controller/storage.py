@@ -8,7 +8,7 @@ after a reset: they are in quarantine then, as those of copies are.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +16,15 @@ import numpy.typing as npt
 
 from unified_cache._native import PrefixTree
 from unified_cache.config import CacheConfig
+from unified_cache.controller.storage_operations import (
+    ENDED,
+    FINAL,
+    Quarantine,
+    StorageOperation,
+    StorageOperations,
+)
 from unified_cache.controller.storage_reads import Prefetch, StorageReads
-from unified_cache.controller.storage_writes import StorageWrites
+from unified_cache.controller.storage_writes import StorageWrites, WrittenPages
 from unified_cache.counters import Counters
 from unified_cache.pools.allocator import PageAllocator, Pages
 from unified_cache.storage.backup import StorageBackup, WriteJob
@@ -39,6 +46,9 @@ _MOST_TAKEN = 256
 # Write jobs under way for each thread: one that runs, and one that keeps the thread busy after it.
 _JOBS_A_THREAD = 2
 
+# Whether the storage may be asked, see `StorageLink.can_read`; of all ranks the least counts.
+_NOBODY, _WAIT, _CAN = range(3)
+
 _NO_PAGES: Pages = np.empty(0, np.uint32)
 
 
@@ -53,12 +63,16 @@ class StorageLink:
         keys: names of objects.
         config: thresholds and policies.
         clock: seconds; called from several threads.
+        now: seconds, that all ranks agree on; called on this one.
         counters: counts, on this thread.
         counts: counts, on the I/O threads.
         rates: which hits are worth reading; told how long reading takes.
+        operations: those under way, of all links of a cache.
 
     Attributes:
         guard: what calls the backend.
+        agreed_read: `can_read` of all ranks.
+        agreed_write: `can_write` of all ranks.
 
     Raises:
         StorageError: the backend can not use the host pool's memory.
@@ -74,9 +88,11 @@ class StorageLink:
         keys: KeySpace,
         config: CacheConfig,
         clock: Callable[[], float],
+        now: Callable[[], float],
         counters: Counters,
         counts: StorageCounts,
         rates: LoadOrRecompute,
+        operations: StorageOperations,
     ) -> None:
         objects = PageObjects(pool, keys.groups)
         self.guard = StorageGuard(
@@ -98,13 +114,18 @@ class StorageLink:
             self.guard, WorkerPool("unified-cache storage reads", config.storage_read_threads), self._done
         )
         most_jobs = _JOBS_A_THREAD * config.storage_write_threads
-        self._writes = StorageWrites(tree, host, objects, self._backup, counters, most_jobs)
-        self._reads = StorageReads(tree, host, objects, self._reader, config, clock, counters, rates)
+        self._writes = StorageWrites(tree, host, objects, self._backup, counters, most_jobs, operations)
+        self._reads = StorageReads(
+            tree, host, objects, self._reader, config, now, counters, rates, operations
+        )
+        self._operations = operations
         self._late: set[object] = set()
         self._read_threads = config.storage_read_threads
         self._write_threads = config.storage_write_threads
         # What jobs from before a reset still touch.
-        self._quarantine: dict[object, Pages] = {}
+        self._quarantine: dict[Quarantine, None] = {}
+        # Nothing is known of the other ranks before they have told.
+        self.agreed_read = self.agreed_write = _CAN if operations.alone else _WAIT
         self.held_elsewhere: Callable[[], Pages] = lambda: _NO_PAGES  # by copies from before a reset
 
     @property
@@ -112,15 +133,35 @@ class StorageLink:
         """Nothing is under way, but for calls that are past their deadline."""
         if self._writes.waiting or self._reads.waiting:
             return False
+        if not self._operations.alone:
+            return all(operation.agreed >= FINAL for operation in self._running())
         return all(job in self._late for jobs in self._jobs() for job in jobs)
 
     @property
     def busy(self) -> bool:
         """A job is under way, or a thread still touches pages."""
-        return any(self._jobs())
+        return any(self._jobs()) or any(True for _ in self._running())
 
     def _jobs(self) -> tuple[Collection[object], ...]:
-        return self._writes.jobs, self._reads.look_ups, self._reads.batches, self._quarantine
+        held = {job for quarantine in self._quarantine for job in quarantine.jobs}
+        return self._writes.jobs, self._reads.look_ups, self._reads.batches, held
+
+    def _running(self) -> Iterator[StorageOperation]:
+        """Those of this link that have a place in what ranks tell one another."""
+        return (operation for operation in self._operations.list() if self.owns(operation))
+
+    def owns(self, operation: StorageOperation) -> bool:
+        """It is an operation of this link."""
+        if isinstance(operation, Prefetch):
+            return operation.reads is self._reads
+        if isinstance(operation, WrittenPages):
+            return operation.job in self._writes.jobs
+        return operation in self._quarantine
+
+    @property
+    def waiting(self) -> int:
+        """What waits for the tick or for a place: the same on all ranks."""
+        return self._reads.asked + len(self._writes.waiting)
 
     @property
     def reading_pages(self) -> int:
@@ -133,15 +174,34 @@ class StorageLink:
         return self.guard.stuck
 
     @property
-    def _can_read(self) -> bool:
-        """The storage may be asked, and a thread is left that can."""
+    def can_read(self) -> int:
+        """2: the storage may be asked, and a thread is left that can; 1: it may be soon; 0: it is down, or no
+        thread is left, so nobody should wait."""
         held = sum(isinstance(job, LookUp | ReadBatch) for job in self._late)
-        return self.guard.available and held < self._read_threads
+        return self._can(held < self._read_threads)
 
     @property
-    def _can_write(self) -> bool:
+    def can_write(self) -> int:
+        """The same of writing."""
         held = sum(isinstance(job, WriteJob) for job in self._late)
-        return self.guard.available and held < self._write_threads
+        return self._can(held < self._write_threads)
+
+    def _can(self, thread_left: bool) -> int:
+        available = self.guard.available
+        if available and thread_left:
+            return _CAN
+        # Of a storage that is down, and of threads that are all held up, nobody waits in the queue: no call
+        # begins there, so none would ever be late.
+        down = not available and self.guard.breaker.state == "open"
+        return _NOBODY if available or down else _WAIT
+
+    @property
+    def _may_read(self) -> bool:
+        return (self.can_read if self._operations.alone else self.agreed_read) == _CAN
+
+    @property
+    def _may_write(self) -> bool:
+        return (self.can_write if self._operations.alone else self.agreed_write) == _CAN
 
     def use_keys(self, keys: KeySpace) -> None:
         """What is written and looked for from now on holds other bytes; nothing may be under way."""
@@ -160,12 +220,12 @@ class StorageLink:
 
     def retry(self, node: int) -> None:
         """Write what of the path to `node` could not be stored before."""
-        if self._can_write:
+        if self._may_write:
             self._writes.retry(node)
             self._begin_writes()
 
     def _begin_writes(self) -> None:
-        if self._can_write:
+        if self._may_write:
             self._writes.begin(self._keys)
 
     # Storage to host
@@ -182,7 +242,7 @@ class StorageLink:
 
         The question goes out at the next tick, with all others that were asked until then.
         """
-        if not self._can_read:
+        if not self._may_read:
             return None
         return self._reads.start(tokens, first, anchor, namespace, priority, self._keys)
 
@@ -202,7 +262,12 @@ class StorageLink:
 
     def tick(self) -> None:
         """Take what has ended, see to what is late, and begin what waits."""
-        if not (self.busy or self._reads.waiting or self._writes.waiting):
+        self.look()
+        self.go_on()
+
+    def look(self) -> None:
+        """What have the threads done, and what is late?"""
+        if not self.busy:
             return
         for _ in range(_MOST_TAKEN):
             try:
@@ -213,17 +278,34 @@ class StorageLink:
             self._late.add(job)
             if isinstance(job, LookUp | ReadBatch):
                 self._reads.late(job)
-        # Of a storage that is down, and of threads that are all held up, nobody waits in the queue: no call
-        # begins there, so none would ever be late.
-        available = self.guard.available
-        down = not available and self.guard.breaker.state == "open"
-        if self._can_read:
+            elif isinstance(job, WriteJob):
+                self._writes.late(job)
+
+    def apply(self, operation: StorageOperation, state: int, pages: int) -> None:
+        """All ranks have come so far with it."""
+        if isinstance(operation, Prefetch):
+            self._reads.apply(operation, state, pages)
+        elif isinstance(operation, WrittenPages):
+            self._writes.apply(operation, state, pages)
+        elif isinstance(operation, Quarantine):
+            operation.agreed = state
+            if state == ENDED:
+                self._release(operation)
+
+    def go_on(self) -> None:
+        """Begin what waits."""
+        if not (self.busy or self._reads.waiting or self._writes.waiting):
+            return
+        alone = self._operations.alone
+        reading = self.can_read if alone else self.agreed_read
+        if reading == _CAN:
             self._reads.ask()
-        elif available or down:
+        elif reading == _NOBODY:
             self._reads.give_up_queued()
-        if self._can_write:
+        writing = self.can_write if alone else self.agreed_write
+        if writing == _CAN:
             self._begin_writes()
-        elif available or down:
+        elif writing == _NOBODY:
             self._writes.give_up_waiting()
 
     def wait(self, timeout: float) -> None:
@@ -236,10 +318,11 @@ class StorageLink:
 
     def _take(self, job: object) -> None:
         self._late.discard(job)
-        if job in self._quarantine:
-            pages = self._quarantine.pop(job)
-            still = np.concatenate((self.quarantined(), self.held_elsewhere()))
-            self._host.free(np.setdiff1d(pages, still))
+        held = next((held for held in self._quarantine if job in held.jobs), None)
+        if held is not None:
+            held.jobs.remove(job)
+            if self._operations.alone and not held.jobs:
+                self._release(held)
         elif isinstance(job, WriteJob) and job in self._writes.jobs:
             self._writes.take(job)
         elif isinstance(job, LookUp) and job in self._reads.look_ups:
@@ -247,16 +330,26 @@ class StorageLink:
         elif isinstance(job, ReadBatch) and job in self._reads.batches:
             self._reads.take(job)
 
+    def _release(self, held: Quarantine) -> None:
+        del self._quarantine[held]
+        self._operations.end(held)
+        still = np.concatenate((self.quarantined(), self.held_elsewhere()))
+        self._host.free(np.setdiff1d(held.pages, still))
+
     def quarantined(self) -> Pages:
         """Host pages that jobs from before a reset still touch, each once."""
-        return np.unique(np.concatenate([_NO_PAGES, *self._quarantine.values()]))
+        return np.unique(np.concatenate([_NO_PAGES, *(held.pages for held in self._quarantine)]))
 
     # The end
 
     def cancel(self) -> None:
         """Forget everything: the tree and the pools are reset next. What threads touch is in quarantine."""
         self._forget_ended()
-        self._quarantine |= self._reads.forget() | self._writes.forget()
+        for pages, jobs in [*self._reads.forget(), *self._writes.forget()]:
+            held = Quarantine(pages, jobs, self._late)
+            self._quarantine[held] = None
+            if not self._operations.alone:
+                self._operations.begin(held)
 
     def _forget_ended(self) -> None:
         # What has ended needs no quarantine, and what it says no longer matters.
@@ -264,11 +357,14 @@ class StorageLink:
             while True:
                 job = self._done.get_nowait()
                 self._late.discard(job)
-                self._quarantine.pop(job, None)
+                for held in list(self._quarantine):
+                    held.jobs.discard(job)
+                    if self._operations.alone and not held.jobs:
+                        del self._quarantine[held]
                 if isinstance(job, ReadBatch):
                     self._reads.batches.pop(job, None)
-                elif isinstance(job, WriteJob):
-                    self._writes.jobs.pop(job, None)
+                elif isinstance(job, WriteJob) and job in self._writes.jobs:
+                    self._writes.jobs[job].ended = True
         except queue.Empty:
             return
 

@@ -17,6 +17,14 @@ import numpy.typing as npt
 from unified_cache._native import HostLockReceipt, PrefixTree, page_hashes
 from unified_cache.config import CacheConfig
 from unified_cache.controller.recompute import LoadOrRecompute
+from unified_cache.controller.storage_operations import (
+    ANSWERED,
+    ENDED,
+    FINAL,
+    RUNNING,
+    StorageOperation,
+    StorageOperations,
+)
 from unified_cache.counters import Counters
 from unified_cache.pools.allocator import PageAllocator, Pages
 from unified_cache.storage.contract import PageStatus
@@ -30,7 +38,7 @@ __all__ = ["Prefetch", "StorageReads"]
 _MOST_RUNS = 256
 
 
-class Prefetch:
+class Prefetch(StorageOperation):
     """One request's reading from storage.
 
     Positions of pages count from the end of the anchor: what the request had on device and host.
@@ -82,6 +90,9 @@ class Prefetch:
         self.pages: Pages = np.empty(0, np.uint32)  # from `head` on
         self.batches: list[ReadBatch] = []
         self.pending = 0  # batches that have not ended
+        self.late = False  # the storage has not answered one of them in time
+        self.found: int | None = None  # pages from the front, once this rank knows
+        self.agreed_read: int | None = None  # pages that all ranks have read; None: this rank is alone
         self.kept = 0  # pages from the front that were given to the tree: the rest is ours
         self.refused = False  # the tree takes nothing there
         self.inserted_pages = 0  # positions that are in the tree because of storage
@@ -93,7 +104,25 @@ class Prefetch:
 
     @property
     def read(self) -> int:
-        """Pages of our own from the front that are there."""
+        """Pages of our own from the front that are there, on all ranks."""
+        return self._read_here if self.agreed_read is None else self.agreed_read
+
+    @property
+    def untouched(self) -> bool:
+        """No thread touches its pages any more, on any rank."""
+        return self.pending == 0 if self.agreed_read is None else self.agreed == ENDED
+
+    @property
+    def outcome(self) -> tuple[int, int]:
+        """See `StorageOperation`."""
+        if self.phase == "look up":
+            return (RUNNING, 0) if self.found is None else (ANSWERED, self.found)
+        if self.pending == 0:
+            return ENDED, self._read_here
+        return (FINAL if self.late else RUNNING), self._read_here
+
+    @property
+    def _read_here(self) -> int:
         count = 0
         for batch in self.batches:
             read = batch.read
@@ -115,6 +144,7 @@ class StorageReads:
         clock: seconds.
         counters: counts.
         rates: which hits are worth reading; told how long reading takes.
+        operations: those under way.
     """
 
     def __init__(
@@ -127,6 +157,7 @@ class StorageReads:
         clock: Callable[[], float],
         counters: Counters,
         rates: LoadOrRecompute,
+        operations: StorageOperations,
     ) -> None:
         self._tree = tree
         self._host = host
@@ -136,7 +167,9 @@ class StorageReads:
         self._clock = clock
         self._counters = counters
         self._rates = rates
+        self._operations = operations
         self._asked: list[Prefetch] = []
+        self._looking: dict[Prefetch, None] = {}
         self.look_ups: dict[LookUp, list[Prefetch]] = {}
         self.batches: dict[ReadBatch, Prefetch] = {}
         self._reading: dict[Prefetch, None] = {}
@@ -147,6 +180,11 @@ class StorageReads:
     def waiting(self) -> bool:
         """A prefetch waits for the tick."""
         return bool(self._asked)
+
+    @property
+    def asked(self) -> int:
+        """Prefetches that wait for the tick."""
+        return len(self._asked)
 
     @property
     def held_pages(self) -> int:
@@ -170,7 +208,7 @@ class StorageReads:
         # A hit is at most as long as the key: what is not worth reading then is not looked for.
         if len(rest) < page_size or not self._rates.worth_reading(len(rest)):
             return None
-        if len(self._asked) + sum(map(len, self.look_ups.values())) >= _MOST_RUNS:
+        if len(self._asked) + len(self._looking) >= _MOST_RUNS:
             self._counters.prefetches_refused += 1
             return None
         parent = None if anchor == self._tree.root else self._tree.page_hashes(anchor)[-1]
@@ -197,13 +235,16 @@ class StorageReads:
         return prefetch
 
     def ask(self) -> None:
-        """Ask storage for everything that waits, in one look-up."""
-        asked = [prefetch for prefetch in self._asked if prefetch.phase == "wait"]
-        self._asked = []
+        """Ask storage for everything that waits and has a place, in one look-up."""
+        waiting = [prefetch for prefetch in self._asked if prefetch.phase == "wait"]
+        room = self._operations.room
+        asked, self._asked = waiting[:room], waiting[room:]
         if not asked:
             return
         for prefetch in asked:
             prefetch.phase = "look up"
+            self._looking[prefetch] = None
+            self._operations.begin(prefetch)
         job = LookUp([prefetch.keys for prefetch in asked])
         self.look_ups[job] = asked
         self._counters.storage_look_ups += 1
@@ -214,15 +255,31 @@ class StorageReads:
         asked = self.look_ups.pop(job)
         if job.found is None:
             self._counters.storage_errors += not job.stop
-        if not asked:  # they were told that it is late
-            return
-        found = [0] * len(asked) if job.found is None else job.found
-        for prefetch, objects in zip(asked, found, strict=True):
+        if asked:  # else they were told that it is late
+            self._answered(asked, job.found)
+
+    def _answered(self, asked: list[Prefetch], found: list[int] | None) -> None:
+        for prefetch, objects in zip(asked, found or [0] * len(asked), strict=True):
             if prefetch.phase == "look up":
-                self._found(prefetch, objects // self._groups)
+                prefetch.found = objects // self._groups
+                if self._operations.alone:
+                    self._found(prefetch, prefetch.found)
+
+    def apply(self, prefetch: Prefetch, state: int, pages: int) -> None:
+        """All ranks have come so far with it."""
+        if prefetch.phase == "look up":
+            if state == ANSWERED:
+                self._found(prefetch, pages)
+            return
+        prefetch.agreed, prefetch.agreed_read = state, pages
+        if state == FINAL:
+            self._drop_all(prefetch)
+        elif state == ENDED:
+            self._settle(prefetch)
 
     def _found(self, prefetch: Prefetch, found: int) -> None:
         page_size = self._config.page_size
+        self._looking.pop(prefetch, None)
         self._counters.storage_found_pages += found
         # What is being read for somebody else, from the front. One that was dropped reads no more, and its
         # last call may be one that never ends.
@@ -247,6 +304,8 @@ class StorageReads:
             self._end(prefetch)
             return
         prefetch.phase, prefetch.head, prefetch.leader = "read", head, leader
+        if not self._operations.alone:
+            prefetch.agreed_read = 0
         if leader is not None:
             leader.followers.append(prefetch)
             self._counters.storage_shared_pages += head
@@ -276,7 +335,8 @@ class StorageReads:
         self._counters.storage_corrupt_pages += batch.statuses.count(PageStatus.CORRUPT)
         unanswered = PageStatus.ERROR in batch.statuses or PageStatus.TIMEOUT in batch.statuses
         self._counters.storage_errors += unanswered
-        self._settle(prefetch)
+        if self._operations.alone:
+            self._settle(prefetch)
 
     def late(self, job: LookUp | ReadBatch) -> None:
         """The storage has not answered in time: whoever waits for this waits no longer."""
@@ -286,14 +346,19 @@ class StorageReads:
             if job in self.look_ups:
                 # Nobody waits for it any more: it counts no longer as asked, be it that it never returns.
                 asked, self.look_ups[job] = self.look_ups[job], []
-                for prefetch in asked:
-                    if prefetch.phase == "look up":
-                        self._end(prefetch)
+                self._answered(asked, None)
             return
         if job not in self.batches:
             return
         self._counters.storage_errors += 1
-        waiting = [self.batches[job]]
+        prefetch = self.batches[job]
+        prefetch.late = True
+        if self._operations.alone:
+            self._drop_all(prefetch)
+
+    def _drop_all(self, prefetch: Prefetch) -> None:
+        """Read no more of it, nor of what waits for it."""
+        waiting = [prefetch]
         while waiting:
             prefetch = waiting.pop()
             waiting += prefetch.followers
@@ -376,7 +441,7 @@ class StorageReads:
             prefetch = work.pop()
             leader = prefetch.leader
             waits = leader is not None and leader.phase != "ended" and not prefetch.dropped
-            if prefetch.phase != "read" or prefetch.pending or waits:
+            if prefetch.phase != "read" or not prefetch.untouched or waits:
                 continue
             if not prefetch.dropped:
                 self._insert(prefetch)
@@ -439,6 +504,8 @@ class StorageReads:
 
     def _end(self, prefetch: Prefetch) -> None:
         prefetch.phase = "ended"
+        self._operations.end(prefetch)
+        self._looking.pop(prefetch, None)
         self._reading.pop(prefetch, None)
         for batch in prefetch.batches:
             for key in batch.keys[:: batch.groups]:
@@ -453,32 +520,38 @@ class StorageReads:
         for job in self.look_ups:
             job.stop = True
         self.give_up_queued()
-        for asked in self.look_ups.values():
-            for prefetch in asked:
-                if prefetch.phase == "look up":
-                    self._end(prefetch)
+        for prefetch in list(self._looking):
+            self._end(prefetch)
         for prefetch in list(self._reading):
             self._drop(prefetch)
 
-    def forget(self) -> dict[object, Pages]:
-        """The tree is reset next. Returns the batches that still write pages, with these."""
-        running: dict[object, Pages] = {}
-        everybody = [*self._asked, *self._reading, *(p for asked in self.look_ups.values() for p in asked)]
-        for prefetch in everybody:
+    def forget(self) -> list[tuple[Pages, set[object]]]:
+        """The tree is reset next. Returns what is still read, or was when ranks last agreed: the pages, and
+        the jobs that touch them."""
+        running: list[tuple[Pages, set[object]]] = []
+        for prefetch in [*self._asked, *self._looking, *self._reading]:
+            jobs: set[object] = set()
+            touched = np.zeros(len(prefetch.pages), bool)
             start = 0
             for batch in prefetch.batches:
                 end = start + batch.pages
                 if batch in self.batches:
                     batch.stop = True
                     if batch.ticket is None or not self._reader.threads.cancel(batch.ticket):
-                        running[batch] = prefetch.pages[start:end]
+                        jobs.add(batch)
+                        touched[start:end] = True
                 start = end
+            # Which of its pages a thread still touches is not the same on all ranks.
+            pages = prefetch.pages[touched] if self._operations.alone else prefetch.pages
+            if len(pages):
+                running.append((pages, jobs))
+            self._operations.end(prefetch)
             prefetch.phase, prefetch.lock = "ended", None
         for job in self.look_ups:
             job.stop = True
             if job.ticket is not None:
                 self._reader.threads.cancel(job.ticket)
-        for held in (self.look_ups, self.batches, self._reading, self._readers):
+        for held in (self.look_ups, self._looking, self.batches, self._reading, self._readers):
             held.clear()
         self._asked = []
         return running

@@ -10,6 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache._native import HostLockReceipt, PrefixTree
+from unified_cache.controller.storage_operations import (
+    ENDED,
+    FINAL,
+    RUNNING,
+    StorageOperation,
+    StorageOperations,
+)
 from unified_cache.counters import Counters
 from unified_cache.errors import UnknownNodeError
 from unified_cache.pools.allocator import PageAllocator, Pages
@@ -25,14 +32,24 @@ _MOST_UNSTORED = 131072
 _MOST_GIVEN_UP = 4096
 
 
-@dataclass
-class _Write:
+@dataclass(eq=False)
+class WrittenPages(StorageOperation):
     """What a job writes, and what keeps it in place."""
 
+    job: WriteJob | None = None
+    ended: bool = False  # the job has ended on this rank, or will never run
+    late: bool = False  # the storage has not answered one of its calls in time
     nodes: dict[int, int] = field(default_factory=dict)
     locks: list[HostLockReceipt] = field(default_factory=list)
     digests: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     pages: list[Pages] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> tuple[int, int]:
+        """See `StorageOperation`."""
+        if self.job is None or not self.ended:
+            return (FINAL if self.late else RUNNING), 0
+        return ENDED, self.job.stored
 
 
 class StorageWrites:
@@ -45,6 +62,7 @@ class StorageWrites:
         backup: runs the jobs.
         counters: counts.
         most_jobs: jobs under way: what comes meanwhile waits, and goes out together.
+        operations: those under way.
     """
 
     def __init__(
@@ -55,6 +73,7 @@ class StorageWrites:
         backup: StorageBackup,
         counters: Counters,
         most_jobs: int,
+        operations: StorageOperations,
     ) -> None:
         self._tree = tree
         self._host = host
@@ -62,7 +81,8 @@ class StorageWrites:
         self._backup = backup
         self._counters = counters
         self._most_jobs = most_jobs
-        self.jobs: dict[WriteJob, _Write] = {}
+        self._operations = operations
+        self.jobs: dict[WriteJob, WrittenPages] = {}
         self._writing_pages = 0
         # Nodes to be written, with the pages they had when they were named.
         self.waiting: dict[int, int] = {}
@@ -107,7 +127,11 @@ class StorageWrites:
         for node in given_up:
             del self.waiting[node]
         for job in list(self.jobs):
-            if job.ticket is not None and self._backup.threads.cancel(job.ticket):
+            if (
+                not self.jobs[job].ended
+                and job.ticket is not None
+                and self._backup.threads.cancel(job.ticket)
+            ):
                 job.failed = True
                 self.take(job)
 
@@ -119,7 +143,7 @@ class StorageWrites:
 
     def begin(self, keys: KeySpace) -> None:
         """Submit what is waiting, as far as there is room for it."""
-        while self.waiting and len(self.jobs) < self._most_jobs:
+        while self.waiting and len(self.jobs) < self._most_jobs and self._operations.room:
             taken = self._collect()
             if not taken.nodes:
                 return
@@ -129,12 +153,13 @@ class StorageWrites:
                 *self._objects.of(pages),
                 groups=keys.groups,
             )
-            self.jobs[job] = taken
+            taken.job, self.jobs[job] = job, taken
+            self._operations.begin(taken)
             self._backup.submit(job)
 
-    def _collect(self) -> _Write:
+    def _collect(self) -> WrittenPages:
         """Nodes for one job, locked: at least a batch if so much waits."""
-        taken, collected = _Write(), 0
+        taken, collected = WrittenPages(), 0
         seen: list[int] = []
         # As far as it takes, and no further: after an attach everything on host waits here.
         for node, pages in self.waiting.items():
@@ -180,34 +205,63 @@ class StorageWrites:
         return parts[::-1]
 
     def take(self, job: WriteJob) -> None:
-        """A job has ended, or will never run."""
+        """A job has ended here, or will never run."""
+        self.jobs[job].ended = True
+        if self._operations.alone:
+            self._settle(job, job.stored)
+
+    def late(self, job: WriteJob) -> None:
+        """The storage has not answered it in time."""
+        if job in self.jobs:
+            self.jobs[job].late = True
+
+    def apply(self, written: WrittenPages, state: int, pages: int) -> None:
+        """All ranks have come so far with it."""
+        written.agreed = state
+        if state == ENDED and written.job is not None:
+            self._settle(written.job, pages)
+
+    def _settle(self, job: WriteJob, stored: int) -> None:
+        """No thread reads its pages any more: so many from the front are stored, of all ranks."""
         taken = self.jobs.pop(job)
+        self._operations.end(taken)
         for lock in taken.locks:
             self._tree.dec_host_lock_ref(lock)
         self._writing_pages -= job.pages
         self._counters.storage_written_pages += job.written // job.groups
-        if job.stored < job.pages:
+        if stored < job.pages:
             self._counters.storage_errors += 1
-            self._counters.storage_failed_pages += job.pages - job.stored
-            self._remember(np.concatenate(taken.digests)[job.stored :])
+            self._counters.storage_failed_pages += job.pages - stored
+            self._remember(np.concatenate(taken.digests)[stored:])
 
     def stop(self) -> None:
         """Begin nothing more; what is queued ends now, what runs after its batch."""
         self.waiting.clear()
         for job in list(self.jobs):
             job.stop = True
-            if job.ticket is not None and self._backup.threads.cancel(job.ticket):
+            if (
+                not self.jobs[job].ended
+                and job.ticket is not None
+                and self._backup.threads.cancel(job.ticket)
+            ):
                 self.take(job)
 
-    def forget(self) -> dict[object, Pages]:
-        """The tree is reset next. Returns the jobs that still read pages, with these."""
+    def _cancel(self, job: WriteJob) -> bool:
+        """True if it had not begun: it never will."""
+        return not self.jobs[job].ended and job.ticket is not None and self._backup.threads.cancel(job.ticket)
+
+    def forget(self) -> list[tuple[Pages, set[object]]]:
+        """The tree is reset next. Returns what is still written, or was when ranks last agreed: the pages,
+        and the job that reads them."""
         self.waiting.clear()
         self._unstored.clear()
-        running: dict[object, Pages] = {}
+        running: list[tuple[Pages, set[object]]] = []
         for job, taken in self.jobs.items():
             job.stop = True
-            if job.ticket is None or not self._backup.threads.cancel(job.ticket):
-                running[job] = np.concatenate(taken.pages)
+            ended = taken.ended or self._cancel(job)
+            if not ended or not self._operations.alone:
+                running.append((np.concatenate(taken.pages), set() if ended else {job}))
+            self._operations.end(taken)
         self.jobs.clear()
         self._writing_pages = 0
         return running

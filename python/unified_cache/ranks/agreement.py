@@ -42,11 +42,19 @@ class Agreement(ABC):
         rank: of this one in the group, from 0.
         size: how many ranks there are.
         reductions: how many were begun.
+        decides: False in the later stages of a pipeline: what comes out is what the first stage decided, and
+            this rank has to follow.
     """
 
     rank: int
     size: int
     reductions: int
+    decides: bool = True
+
+    @property
+    def alone(self) -> bool:
+        """There is nobody to agree with."""
+        return self.size == 1
 
     @abstractmethod
     def begin_reduce_min(self, vector: Vector) -> Reduction:
@@ -67,7 +75,7 @@ class Agreement(ABC):
         """
         return self.begin_reduce_min(vector).wait()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most hold nothing
         """Let go of what it holds; more than once is fine."""
 
 

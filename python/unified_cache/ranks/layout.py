@@ -15,7 +15,7 @@ class RankLayout:
 
     A stage of the pipeline has ``tp_size`` ranks. With DP attention they are ``dp_size`` groups that serve
     different requests; the ranks of such a group hold shards of one tree, and agree: `group_size` of them.
-    Within a group, `attention_tp_size` ranks share the heads, and ``cp_size`` times so many share the context.
+    Within a group, `attention_tp_size` ranks share the heads, ``cp_size`` times so many share the context.
 
     Ranks are numbered as SGLang numbers them: ``tp_rank = (dp * cp_size + cp) * attention_tp_size + tp``.
 
