@@ -62,6 +62,11 @@ __all__ = ["PinnedPrefix", "UnifiedCache"]
 # How long one look at the I/O threads' results may take while something else could end the wait.
 _POLL_SECONDS = 0.02
 
+# What each rank may set for itself. Of the sizes of the host pools the smallest counts.
+_OWN_SETTINGS = frozenset(
+    ("storage", "hicache_ratio", "hicache_size", "host_numa_node", "copy_threads", "copy_blocks")
+)
+
 
 def _as_seconds(seconds: Any, name: str) -> float:
     """A time that every wait takes, however long.
@@ -213,7 +218,7 @@ class UnifiedCache:
         same = {
             field.name: getattr(config, field.name)
             for field in fields(config)
-            if field.name not in ("storage", "host_numa_node", "copy_threads", "copy_blocks")
+            if field.name not in _OWN_SETTINGS
         }
         same["storage"] = config.storage is not None
         same["pool"] = (self.device_pool.kind, str(self.device_pool.dtype), shape.tokens)

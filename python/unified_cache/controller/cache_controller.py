@@ -185,18 +185,20 @@ class CacheController:
         assert self._order is not None
         order = self._order[operation.direction]
         while operation in self._open or operation in self._quarantine:
-            first = order[0]
-            while not first.ended:
-                if self._failed:
-                    self._retry(MOST_FAILURES)
-                self.submit()
-                if not first.ended and not self.take_done(wait=True, timeout=timeout):
-                    raise RankError(
-                        f"the {first.direction} copy of {first.pages} pages does not end on this rank "
-                        f"({first.failures} attempts have failed, the last: {first.error}): "
-                        "it can not go on with the others"
-                    )
+            self._wait_for_end(order[0], timeout)
             self._finish(order.popleft())
+
+    def _wait_for_end(self, operation: CacheOperation, timeout: float | None) -> None:
+        while not operation.ended:
+            if self._failed:
+                self._retry(MOST_FAILURES)
+            self.submit()
+            if not self.take_done(wait=True, timeout=timeout):
+                raise RankError(
+                    f"the {operation.direction} copy of {operation.pages} pages does not end on this rank "
+                    f"({operation.failures} attempts have failed, the last: {operation.error}): "
+                    "it can not go on with the others"
+                )
 
     def await_end(self, operation: CacheOperation) -> None:
         """Wait until an operation has ended, and tell the tree."""
@@ -230,7 +232,7 @@ class CacheController:
                     for handle in tuple(load.parts):
                         handle.wait()
             except CopyError:
-                if self._order is None:
+                if self._order is None or any(load.failures >= MOST_FAILURES for load in loads):
                     raise
                 self.submit_loads(loads)
             else:
