@@ -149,6 +149,8 @@ class UnifiedCache:
         alone = self._ranks.agreement.alone
         self._together = None if alone else RankTicks(self._ranks.agreement, clock)
         self._operations = StorageOperations(None if alone else SLOTS)
+        if not alone:
+            self._rates.agreed = self._rates.measured  # nothing was measured yet: the same on all
         self._host_pages: PageAllocator | None = None
         self._copies: CopyEngine | None = None
         self._storage: StorageLink | None = None
@@ -434,7 +436,7 @@ class UnifiedCache:
     def loaded(self, node: int) -> bool:
         """Nothing is under way into the device pages of the path to `node`."""
         self._check_open()
-        return all(load.done for load in self._controller.loads_under(node))
+        return self._controller.loaded(self._controller.loads_under(node))
 
     def wait_loaded(self, node: int) -> None:
         """Wait until that is so.

@@ -17,7 +17,7 @@ import numpy as np
 
 from unified_cache.controller.storage_operations import ANSWERED, ENDED, FINAL, StorageOperation
 from unified_cache.controller.storage_reads import Prefetch
-from unified_cache.errors import ArgumentError, RankError, RanksDifferError
+from unified_cache.errors import RankError, RanksDifferError
 from unified_cache.ranks.outcomes import Outcomes, TickAgreement
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class RankTicks:
     # The begin
 
     def agree_on_sizes(self, pages: Sequence[int], settings: str) -> list[int]:
-        """The pages of the smallest pools of all ranks, device and host.
+        """The pages of the smallest pools of all ranks of all stages, device and host.
 
         Args:
             pages: of this rank's.
@@ -95,7 +95,6 @@ class RankTicks:
         Raises:
             RankError: another rank can not make its cache.
             RanksDifferError: another rank has other settings.
-            ArgumentError: this is a later stage, and has fewer pages than the first has decided on.
         """
         digest = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:7], "big")
         ok, lowest, highest, *agreed = self._at_begin([1, digest, -digest, *pages])
@@ -103,12 +102,6 @@ class RankTicks:
             raise RankError("another rank could not make its cache, and says why there")
         if not lowest == -highest == digest:
             raise RanksDifferError(f"the ranks have other settings; those of this one are {settings}")
-        for name, mine, decided in zip(("device", "host"), pages, agreed, strict=True):
-            if mine < decided:
-                raise ArgumentError(
-                    f"the {name} pool has {mine} pages, but the first stage decided on {decided}: "
-                    "give every stage as many"
-                )
         return agreed
 
     def all_built(self) -> None:
@@ -126,7 +119,7 @@ class RankTicks:
             self._at_begin([0] * _BEGIN)
 
     def _at_begin(self, numbers: Sequence[int]) -> list[int]:
-        agreed: list[int] = self._agreement.reduce_min(np.array(numbers, np.int64)).tolist()
+        agreed: list[int] = self._agreement.reduce_min_of_stages(np.array(numbers, np.int64)).tolist()
         return agreed
 
     # The loop

@@ -178,7 +178,7 @@ class Request:
     def loaded(self) -> bool:
         """The bytes of all pages that were loaded are there (or their copy has failed: `wait` says so)."""
         self._check()
-        return all(load.done for load in self._loads)
+        return self._cache._controller.loaded(self._loads)
 
     def wait(self) -> None:
         """Wait until the bytes of all pages that were loaded are there.

@@ -218,6 +218,12 @@ class CacheController:
         acks = self._tree.pending_acks(node)
         return [self._loads[ack] for ack in acks if ack in self._loads]
 
+    def loaded(self, loads: Sequence[CacheOperation]) -> bool:
+        """Their bytes are there (or their copy has failed); with other ranks: on all of them."""
+        if self._order is None:
+            return all(load.done for load in loads)
+        return not any(load in self._open for load in loads)
+
     def wait_loads(self, loads: Sequence[CacheOperation]) -> None:
         """Wait until the bytes of these loads are there.
 
