@@ -230,10 +230,14 @@ class PipelineRanks(Agreement):
         """See `Agreement`; on later stages nothing but the vector's length counts."""
         check_vector(vector)
         self._raise_if_lost()
-        if self._before is None:
-            under = self._group.begin_reduce_min(vector)
-        else:
-            under = self._before.begin_receive(len(vector))
+        try:
+            if self._before is None:
+                under = self._group.begin_reduce_min(vector)
+            else:
+                under = self._before.begin_receive(len(vector))
+        except RankError as error:
+            self._give_up(error)
+            raise
         passing = _Passing(self, under)
         self._under_way.append(passing)
         self.reductions += 1
@@ -260,12 +264,15 @@ class PipelineRanks(Agreement):
             if self._after is not None:
                 self._after.send(vector)
         except RankError as error:
-            self._lost = type(error), str(error)
-            # The other stages would find out by themselves, but only after the time limit.
-            self.close()
+            self._give_up(error)
             raise
         self._under_way.popleft()
         oldest.result = vector
+
+    def _give_up(self, error: RankError) -> None:
+        self._lost = type(error), str(error)
+        # The other stages would find out by themselves, but only after the time limit.
+        self.close()
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
