@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unified_cache.errors import ArgumentError
+from unified_cache.ranks.agreement import check_count
 
 __all__ = ["RankLayout"]
 
@@ -15,9 +16,10 @@ class RankLayout:
 
     A stage of the pipeline has ``tp_size`` ranks. With DP attention they are ``dp_size`` groups that serve
     different requests; the ranks of such a group hold shards of one tree, and agree: `group_size` of them.
-    Within a group, `attention_tp_size` ranks share the heads, ``cp_size`` times so many share the context.
+    Within a group, `attention_tp_size` ranks share the heads, and ``cp_size`` times as many the context.
 
-    Ranks are numbered as SGLang numbers them: ``tp_rank = (dp * cp_size + cp) * attention_tp_size + tp``.
+    Ranks are numbered as SGLang numbers them: ``tp_rank = (dp * cp_size + cp) * attention_tp_size + tp``, and
+    among the processes of all stages ``world_rank = pp_rank * tp_size + tp_rank``.
 
     Args:
         tp_size: ranks of a stage.
@@ -40,9 +42,7 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dp_size", "cp_size", "pp_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{name} must be an integer >= 1, not {value!r}")
+            check_count(name, getattr(self, name))
         for name, size in (("tp_rank", self.tp_size), ("pp_rank", self.pp_size)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < size:
@@ -82,3 +82,48 @@ class RankLayout:
     def cp_rank(self) -> int:
         """Which part of the context is this rank's."""
         return self.group_rank // self.attention_tp_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all stages."""
+        return self.pp_size * self.tp_size
+
+    @property
+    def world_rank(self) -> int:
+        """The number of this one among them."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    def at(self, world_rank: int) -> RankLayout:
+        """The same, as another of the ranks sees it.
+
+        Raises:
+            ArgumentError: there is no such rank.
+        """
+        if not 0 <= world_rank < self.world_size:
+            raise ArgumentError(f"world_rank must be in 0..{self.world_size - 1}, not {world_rank!r}")
+        return replace(self, pp_rank=world_rank // self.tp_size, tp_rank=world_rank % self.tp_size)
+
+    def attention_groups(self) -> list[list[int]]:
+        """The world ranks of every group that agrees, group by group, the groups of the first stage first.
+
+        No two groups share a rank, so a group whose requests have run out keeps nobody waiting.
+        """
+        return [
+            list(range(first, first + self.group_size))
+            for first in range(0, self.world_size, self.group_size)
+        ]
+
+    def pipelines(self) -> list[list[int]]:
+        """The world ranks that have the same number in their stages, from the first stage to the last."""
+        return [list(range(first, self.world_size, self.tp_size)) for first in range(self.tp_size)]
+
+    def stage_groups(self) -> list[list[int]]:
+        """The world ranks that serve the same requests, over all stages: one list a group of a stage."""
+        return [
+            [
+                stage * self.tp_size + dp * self.group_size + rank
+                for stage in range(self.pp_size)
+                for rank in range(self.group_size)
+            ]
+            for dp in range(self.dp_size)
+        ]
