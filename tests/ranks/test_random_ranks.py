@@ -51,15 +51,24 @@ NAMESPACES = ({}, {}, {"extra_key": "lora"})
 class Rank:
     """One rank. `script` says what all of them do, `chances` what happens to this one."""
 
-    def __init__(self, seed: int, agreement: Agreement, digests: dict[int, int]) -> None:
-        self.agreement, self.rank = agreement, agreement.rank
-        self.script, self.chances = random.Random(seed), random.Random(f"{seed} of {self.rank}")
+    def __init__(
+        self,
+        seed: int,
+        agreement: Agreement,
+        digests: dict[int, int],
+        *,
+        stage: int = 0,
+        stages: int = 1,
+    ) -> None:
+        self.agreement, self.rank, self.stage = agreement, agreement.rank, stage
+        self.script, self.chances = random.Random(seed), random.Random(f"{seed} of {self.rank} in {stage}")
         self.digests = digests
         script, own = self.script, self.chances
         self.clock, self.store = Clock(), MemoryStore()
         self.clock.now = own.random()
         self.faults = chance(script, 0.6)
-        self.store.fault = self.fault
+        # What the first stage finds in its storage the others must have in theirs.
+        self.store.fault = self.fault if stage == 0 else lambda: None
         self.store.before = self.hang
         self.weights = 0
         pages = script.choice((12, 16, 24)) + own.randrange(3)  # the least of all ranks counts
@@ -83,7 +92,10 @@ class Rank:
             self.pool,
             clock=self.clock,
             copies=LateCopies.between,
-            ranks=Ranks(RankLayout(tp_size=agreement.size, tp_rank=self.rank), agreement),
+            ranks=Ranks(
+                RankLayout(tp_size=agreement.size, tp_rank=self.rank, pp_size=stages, pp_rank=stage),
+                agreement,
+            ),
         )
         assert isinstance(self.cache._copies, LateCopies)
         self.copies = self.cache._copies
@@ -117,7 +129,7 @@ class Rank:
     def hang(self, call: str) -> None:
         """A call of the store takes too long, and the scheduler looks meanwhile."""
         link = self.cache._storage
-        if self.faults and link is not None and chance(self.chances, 0.01):
+        if self.faults and self.stage == 0 and link is not None and chance(self.chances, 0.01):
             self.clock.now += 10
             link.look()
 
@@ -145,7 +157,7 @@ class Rank:
 
     def content(self, digest: bytes) -> torch.Tensor:
         """Other weights, and other ranks, have other bytes."""
-        return page_content(self.pool.planes, digest) + self.weights + 50 * self.rank
+        return page_content(self.pool.planes, digest) + self.weights + 50 * self.rank + 25 * self.stage
 
     def page_digests(self, request: Request) -> list[bytes]:
         rows = page_hashes(request.tokens, PAGE, extra_key=request._extra_key)
@@ -232,7 +244,7 @@ class Rank:
         if chance(self.script, 0.5):
             self.cache.reset(force=True)
         else:
-            self.weights = (self.weights + 1) % 50
+            self.weights = (self.weights + 1) % 25
             self.cache.update_weights(f"v{self.weights}", force=True)
         for request in self.requests:
             request.abort()
