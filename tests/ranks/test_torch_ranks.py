@@ -303,6 +303,25 @@ def test_stages_hear_what_the_first_one_decided() -> None:
         assert all(running.ended(rank) for rank in range(size * stages))
 
 
+def go_alone_through_stages(rank: int) -> list[int]:
+    layout = RankLayout(tp_size=2, dp_size=2, pp_size=2).at(rank)
+    ranks = TorchRanks.of_layout(layout, time_limit=60)
+    assert ranks.reduce_min_of_stages(vector(rank)).tolist() == [layout.dp_rank]
+    # One of the two groups has more to do than the other.
+    results = [
+        ranks.reduce_min(vector(10 * rank + tick)).tolist()[0] for tick in range(3 + 4 * layout.dp_rank)
+    ]
+    dist.barrier()
+    ranks.close()
+    return results
+
+
+def test_groups_of_dp_attention_in_stages() -> None:
+    with processes(go_alone_through_stages, 4) as running:
+        for rank, told in enumerate(([0, 1, 2], [10, 11, 12, 13, 14, 15, 16]) * 2):
+            assert running.result(rank) == told
+
+
 def run_away(rank: int) -> Any:
     ranks = TorchRanks.of_layout(RankLayout(pp_size=2, pp_rank=rank), time_limit=LONG, behind=5)
     if rank == 1:
