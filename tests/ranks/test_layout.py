@@ -1,6 +1,6 @@
 """Which ranks there are, and who agrees with whom."""
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_ranks_are_numbered_as_in_sglang() -> None:
 def test_each_rank_is_in_one_group_with_those_of_its_stage_and_dp_rank() -> None:
     for layout in layouts():
         groups = layout.attention_groups()
-        assert sorted(sum(groups, [])) == list(range(layout.world_size))
+        assert sorted(chain(*groups)) == list(range(layout.world_size))
         for group in groups:
             members = [layout.at(rank) for rank in group]
             assert [one.group_rank for one in members] == list(range(layout.group_size))
@@ -49,7 +49,7 @@ def test_each_rank_is_in_one_group_with_those_of_its_stage_and_dp_rank() -> None
 def test_a_pipeline_has_one_rank_of_each_stage() -> None:
     for layout in layouts():
         pipelines = layout.pipelines()
-        assert sorted(sum(pipelines, [])) == list(range(layout.world_size))
+        assert sorted(chain(*pipelines)) == list(range(layout.world_size))
         for tp_rank, ranks in enumerate(pipelines):
             assert [(layout.at(rank).pp_rank, layout.at(rank).tp_rank) for rank in ranks] == [
                 (stage, tp_rank) for stage in range(layout.pp_size)
@@ -59,7 +59,7 @@ def test_a_pipeline_has_one_rank_of_each_stage() -> None:
 def test_stage_groups_are_the_groups_of_one_dp_rank_in_all_stages() -> None:
     for layout in layouts():
         groups = layout.stage_groups()
-        assert sorted(sum(groups, [])) == list(range(layout.world_size))
+        assert sorted(chain(*groups)) == list(range(layout.world_size))
         for dp_rank, ranks in enumerate(groups):
             assert {layout.at(rank).dp_rank for rank in ranks} == {dp_rank}
             assert sorted(ranks) == ranks

@@ -61,7 +61,7 @@ def test_stages_on_threads() -> None:
     said = np.random.default_rng(1).integers(0, 2**62, (300, 2, 9))
     results: dict[tuple[int, int], list[np.ndarray]] = {}
 
-    # The bound is 64, and a stage that is not scheduled may be further behind: so all stages meet now and then.
+    # A stage may be 64 reductions behind, no more, so all meet after fewer.
     def run(stage: int, ranks: PipelineRanks) -> None:
         for at in range(0, 300, 50):
             results.setdefault((stage, ranks.rank), []).extend(

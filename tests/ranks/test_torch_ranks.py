@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,9 +62,7 @@ def agree(rank: int, size: int, rounds: int) -> dict[str, Any]:
             taken[which] = under_way[which].wait()
             done.append(under_way[which].done)
             assert under_way[which].wait() is taken[which]
-        results += [taken[which].copy() for which in range(4)]
-        for result in taken.values():
-            result[:] = 0  # the caller's own
+        results += [taken[which] for which in range(4)]  # the caller's own: later reductions leave them alone
     ranks.close()
     ranks.close()
     with pytest.raises(ClosedError, match=f"rank {rank} of {size} was closed before this call"):
@@ -131,25 +132,63 @@ def test_a_rank_that_dies_or_stalls_is_an_error_on_the_others_and_they_can_end(
             assert running.ended(rank, 30)
 
 
-def stay_with_a_stalled_rank(rank: int, close: bool) -> int:
+def close_beside_a_stalled_rank(rank: int) -> str:
     ranks = TorchRanks(time_limit=LONG)
     ranks.reduce_min(vector(rank))
     if rank == 1:
         stop_here()
     reduction = ranks.begin_reduce_min(vector(rank))
-    if close:
-        ranks.close()
-        lost(reduction.wait)
-    return 1
+    ranks.close()
+    message, _ = lost(reduction.wait)
+    return message
 
 
-@pytest.mark.parametrize("close", [True, False])
-def test_a_process_ends_although_a_reduction_is_under_way_with_a_stalled_rank(close: bool) -> None:
-    with processes(stay_with_a_stalled_rank, 3, close) as running:
+def test_close_ends_what_is_under_way_with_a_stalled_rank() -> None:
+    with processes(close_beside_a_stalled_rank, 3) as running:
         for rank in (0, 2):
-            assert running.result(rank) == 1
-        for rank in (0, 2):
-            assert running.ended(rank, 60)
+            assert f"rank {rank} of 3 (processes [0, 1, 2]), reduction 1: another rank" in running.result(
+                rank
+            )
+
+
+LEAVING = """
+import contextlib, datetime, os, signal, sys
+import numpy as np, torch.distributed as dist
+from unified_cache.errors import RankLostError
+from unified_cache.ranks.torch_group import TorchRanks
+store, how, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+ranks = TorchRanks(time_limit=3600 if how == "under way" else 0.5)
+numbers = np.zeros(3, np.int64)
+ranks.reduce_min(numbers)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+reduction = ranks.begin_reduce_min(numbers)
+if how == "lost":
+    with contextlib.suppress(RankLostError):
+        reduction.wait()
+        sys.exit("agreed with a rank that is stopped")
+print("leaving", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["under way", "lost"])
+def test_a_process_ends_although_a_rank_is_stalled_and_nobody_closed(how: str, tmp_path: Path) -> None:
+    # Interpreters of their own: those that multiprocessing starts end without what happens at an exit.
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING, str(tmp_path / "store"), how, str(rank)], stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        output, _ = started[0].communicate(timeout=120)
+        assert output == b"leaving\n"
+        assert started[0].returncode == 0
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def make_and_close(rank: int) -> list[tuple[int, int]]:
@@ -262,6 +301,25 @@ def test_stages_hear_what_the_first_one_decided() -> None:
         for rank in range(size * stages):
             assert running.result(rank) == [[1000 * tick + 3, 1 - size, tick] for tick in range(rounds)]
         assert all(running.ended(rank) for rank in range(size * stages))
+
+
+def go_alone_through_stages(rank: int) -> list[int]:
+    layout = RankLayout(tp_size=2, dp_size=2, pp_size=2).at(rank)
+    ranks = TorchRanks.of_layout(layout, time_limit=60)
+    assert ranks.reduce_min_of_stages(vector(rank)).tolist() == [layout.dp_rank]
+    # One of the two groups has more to do than the other.
+    results = [
+        ranks.reduce_min(vector(10 * rank + tick)).tolist()[0] for tick in range(3 + 4 * layout.dp_rank)
+    ]
+    dist.barrier()
+    ranks.close()
+    return results
+
+
+def test_groups_of_dp_attention_in_stages() -> None:
+    with processes(go_alone_through_stages, 4) as running:
+        for rank, told in enumerate(([0, 1, 2], [10, 11, 12, 13, 14, 15, 16]) * 2):
+            assert running.result(rank) == told
 
 
 def run_away(rank: int) -> Any:

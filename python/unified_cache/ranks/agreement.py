@@ -28,13 +28,15 @@ __all__ = [
 
 Vector = npt.NDArray[np.int64]
 
+_INT64 = np.dtype(np.int64)
+
 TIME_LIMIT = 60.0
 """Seconds after which a rank that has not come is taken for lost, unless somebody says otherwise."""
 
 
 def check_vector(vector: object) -> None:
     """Raises ArgumentError for what can not be reduced."""
-    if not isinstance(vector, np.ndarray) or vector.dtype != np.int64 or vector.ndim != 1:
+    if not isinstance(vector, np.ndarray) or vector.dtype != _INT64 or vector.ndim != 1:
         what = (
             f"{vector.dtype} of shape {vector.shape}"
             if isinstance(vector, np.ndarray)
@@ -76,7 +78,8 @@ class Agreement(ABC):
     """A group of ranks, as one of them sees it. All its calls belong on one thread.
 
     Every rank of the group makes the same calls, in the same order, with vectors of the same length. Several
-    reductions may be under way at once. After one has failed all later calls fail too.
+    reductions may be under way at once; each is waited for, sooner or later. After one has failed all later
+    calls fail too.
 
     Attributes:
         rank: of this one in the group, from 0.

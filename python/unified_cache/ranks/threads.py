@@ -44,18 +44,20 @@ class _Meeting:
         self.size = size
         self.time_limit = time_limit
         self.begun = [0] * size  # rounds, by rank
-        self.closed = [False] * size
+        self.closed: set[int] = set()
         self._changed = threading.Condition()
         self._open: deque[_Round] = deque()  # rounds that some rank has come to, but not all
         self._lost: tuple[type[RankError], str] | None = None
 
     def begin(self, rank: int, vector: Vector) -> _Round:
         with self._changed:
-            if self.closed[rank]:
+            if rank in self.closed:
                 raise ClosedError(f"rank {rank} of {self.size} was closed before this call")
             self._raise_if_lost()
             number = self.begun[rank]
-            gone = [other for other in range(self.size) if self.closed[other] and self.begun[other] <= number]
+            gone = (
+                sorted(other for other in self.closed if self.begun[other] <= number) if self.closed else None
+            )
             if gone:
                 self._lose(RankLostError, f"{self._names(gone)} closed before reduction {number}")
             first = self._open[0].number if self._open else number
@@ -97,7 +99,7 @@ class _Meeting:
 
     def close(self, rank: int) -> None:
         with self._changed:
-            self.closed[rank] = True
+            self.closed.add(rank)
             if self._open and self._open[-1].number >= self.begun[rank] and self._lost is None:
                 self._lost = (
                     RankLostError,
@@ -107,7 +109,7 @@ class _Meeting:
 
     def fail(self, rank: int, reason: str) -> None:
         with self._changed:
-            self.closed[rank] = True
+            self.closed.add(rank)
             if self._lost is None:
                 self._lost = (RankLostError, f"{self._names([rank])} failed: {reason}")
             self._changed.notify_all()

@@ -132,7 +132,10 @@ class _Group:
         self.limit = timedelta(seconds=time_limit)
         self.closed = False
         self._owned = owned
-        self._cpu = "gloo" in dist.get_backend_config(group)
+        backends = dist.get_backend_config(group)
+        self._cpu = "gloo" in backends
+        if not self._cpu and "nccl" not in backends:
+            raise ArgumentError(f"group must be of gloo or nccl, not of {backends}")
         self._stream = None if self._cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._free: list[_Carrier] = []
         self._under_way: set[_Carrier] = set()
@@ -229,7 +232,8 @@ class TorchRanks(Agreement):
         owned: `close` destroys the group.
 
     Raises:
-        ArgumentError: this process is not in that group, or the time limit is none.
+        ArgumentError: this process is not in that group, it is of neither gloo nor NCCL, or the time limit
+            is none.
         RankError: `torch.distributed` was not initialised.
     """
 
