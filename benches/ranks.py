@@ -1,8 +1,9 @@
-"""What agreement between ranks costs: reductions of the cache's vector between processes over gloo.
+"""What agreement between ranks costs: reductions of the cache's vector, and its ticks, over gloo.
 
 Each call is timed in turns with a bare `torch.distributed.all_reduce` of as many numbers between the same
-processes; the ratio is of the two medians. The last columns are what the scheduler's thread spends if it does
-something else between begin and wait, until the reduction is done.
+processes; the ratios are of the medians. "tick" is `UnifiedCache.tick` with nothing under way, "busy tick"
+with as many storage operations under way as have a place. The last columns are what the scheduler's thread
+spends if it does something else between begin and wait, until the reduction is done.
 
 Times vary between minutes and machines, and more if there are fewer cores than processes: compare ratios of
 one run.
@@ -15,8 +16,9 @@ import json
 import multiprocessing
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,16 @@ import torch
 import torch.distributed as dist
 from machine import machine
 
+from unified_cache import CacheConfig, UnifiedCache
+from unified_cache.pools.device import MhaDevicePool
+from unified_cache.ranks.agreement import Agreement
+from unified_cache.ranks.group import Ranks
 from unified_cache.ranks.layout import RankLayout
+from unified_cache.ranks.outcomes import LENGTH, SLOTS
 from unified_cache.ranks.torch_group import TorchRanks
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
-NUMBERS = 200  # of the cache's vector, about
+NUMBERS = LENGTH
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -71,14 +79,69 @@ def measure(rank: int, size: int, rounds: int) -> dict[str, float]:
         halves["wait"].append(seconds_of(reduction.wait))
         return 0.0
 
-    of_bare, of_ours = medians(rounds, bare, ours)
+    idle, busy = make_cache(ranks, busy=False), make_cache(ranks, busy=True)
+    of_bare, of_ours, of_idle, of_busy = medians(
+        rounds, bare, ours, lambda: seconds_of(idle.tick), lambda: seconds_of(busy.tick)
+    )
     medians(rounds, overlapped)
     ranks.close()
     return {
         "bare": of_bare,
         "ours": of_ours,
+        "tick": of_idle,
+        "busy tick": of_busy,
         **{name: statistics.median(times) for name, times in halves.items()},
     }
+
+
+class Stalled(Backend):
+    """A storage whose calls do not return: what is asked of it stays under way."""
+
+    scheme = "stalled"
+
+    def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        threading.Event().wait()
+        return []
+
+    def get(self, batch: ObjectBatch) -> list[PageStatus]:
+        return []
+
+    def set(self, batch: ObjectBatch) -> list[PageStatus]:
+        return []
+
+    def delete(self, keys: Sequence[str]) -> int:
+        return 0
+
+    def keys(self) -> Iterator[str]:
+        return iter(())
+
+    def clear(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def make_cache(agreement: Agreement, *, busy: bool) -> UnifiedCache:
+    config = CacheConfig(
+        page_size=16,
+        storage=Stalled() if busy else None,
+        storage_timeout=1e6,
+        prefetch_threshold=0,
+        model="bench",
+    )
+    layout = RankLayout(tp_size=agreement.size, tp_rank=agreement.rank)
+    pool = MhaDevicePool(256, 16, 2, heads=2, head_dim=16, dtype=torch.float32)
+    cache = UnifiedCache(config, pool, ranks=Ranks(layout, agreement))
+    cache.tick()
+    if busy:
+        for at in range(2 * SLOTS):
+            cache.begin(np.arange(33) + 1000 * at)
+        cache.tick()
+    return cache
 
 
 def process(rank: int, size: int, rounds: int, store: str, to: Any) -> None:
@@ -103,7 +166,9 @@ def run(size: int, rounds: int) -> dict[str, Any]:
         for each in processes:
             each.join()
     # All ranks see about the same times: that of rank 0 stands for them.
-    return {"processes": size, **of_ranks[0], "ratio": of_ranks[0]["ours"] / of_ranks[0]["bare"]}
+    mine = of_ranks[0]
+    ratios = {f"{name} ratio": mine[name] / mine["bare"] for name in ("ours", "tick", "busy tick")}
+    return {"processes": size, **mine, **ratios}
 
 
 def main() -> None:
@@ -118,13 +183,15 @@ def main() -> None:
         return
     print(f"{machine()}, torch {torch.__version__}, {NUMBERS} int64, median of {arguments.rounds}")
     print(
-        f"\n{'processes':>9} {'all_reduce':>13} {'reduce_min':>13} {'ratio':>6} {'begin':>10} "
-        f"{'wait, done':>11}"
+        f"\n{'processes':>9} {'all_reduce':>13} {'reduce_min':>13} {'ratio':>6} {'tick':>13} {'ratio':>6} "
+        f"{'busy tick':>13} {'ratio':>6} {'begin':>10} {'wait, done':>11}"
     )
     for row in rows:
         print(
             f"{row['processes']:>9} {row['bare'] * 1e6:>10.1f} us {row['ours'] * 1e6:>10.1f} us "
-            f"{row['ratio']:>6.2f} {row['begin'] * 1e6:>7.1f} us {row['wait'] * 1e6:>8.1f} us"
+            f"{row['ours ratio']:>6.2f} {row['tick'] * 1e6:>10.1f} us {row['tick ratio']:>6.2f} "
+            f"{row['busy tick'] * 1e6:>10.1f} us {row['busy tick ratio']:>6.2f} "
+            f"{row['begin'] * 1e6:>7.1f} us {row['wait'] * 1e6:>8.1f} us"
         )
 
 

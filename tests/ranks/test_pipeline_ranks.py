@@ -61,7 +61,7 @@ def test_stages_on_threads() -> None:
     said = np.random.default_rng(1).integers(0, 2**62, (300, 2, 9))
     results: dict[tuple[int, int], list[np.ndarray]] = {}
 
-    # A stage may be 64 reductions behind, no more, so all meet after fewer.
+    # A stage may be 64 reductions behind, no more: there the others wait for it.
     def run(stage: int, ranks: PipelineRanks) -> None:
         for at in range(0, 300, 50):
             results.setdefault((stage, ranks.rank), []).extend(
@@ -84,11 +84,13 @@ def test_stages_on_threads() -> None:
         assert np.array_equal(result, said.min(axis=1))
 
 
-def test_a_stage_that_does_not_follow_is_an_error_not_a_wait() -> None:
+def test_a_stage_that_does_not_follow_is_an_error_at_the_time_limit() -> None:
     (first,), (second,) = PipelineRanks.of_threads(1, 2, behind=3, time_limit=0)
     for number in range(3):
         first.reduce_min(vector(number))
-    message = "stage 1 does not follow: it is 3 reductions behind stage 0, as many as it may be"
+    message = (
+        "stage 1 does not follow: it has been 3 reductions behind stage 0, as many as it may be, for 0 s"
+    )
     for _ in range(2):
         with pytest.raises(RankLostError, match=message):
             first.reduce_min(vector(3))

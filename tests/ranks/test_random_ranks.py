@@ -257,7 +257,7 @@ class Rank:
             self.cache.detach_storage(timeout=self.script.choice((0, 0, 1)))
             return
         fails = self.script.random()
-        mine = fails < 0.2 and self.rank == 1
+        mine = fails < 0.2 and self.rank == self.agreement.size - 1
         store = f"file:///proc/nothing-{self.rank}" if mine else self.store
         try:
             self.cache.attach_storage(store)

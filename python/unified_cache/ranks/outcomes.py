@@ -16,7 +16,7 @@ import numpy.typing as npt
 from unified_cache.errors import RanksDifferError
 from unified_cache.ranks.agreement import Agreement, Reduction
 
-__all__ = ["EQUAL", "LEAST", "SLOTS", "Outcomes", "TickAgreement"]
+__all__ = ["EQUAL", "LEAST", "LENGTH", "SLOTS", "Outcomes", "TickAgreement"]
 
 # Storage operations that may be under way, each with its place in the vector. Those past it wait.
 SLOTS = 64
@@ -48,7 +48,7 @@ LEAST = (
 
 _EQUAL_END = 2 * len(EQUAL)
 _LEAST_END = _EQUAL_END + len(LEAST)
-_LENGTH = _LEAST_END + 2 * SLOTS
+LENGTH = _LEAST_END + 2 * SLOTS
 _HIGHEST = np.iinfo(np.int64).max
 
 
@@ -77,7 +77,7 @@ class TickAgreement:
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
-        self._vector = np.zeros(_LENGTH, np.int64)
+        self._vector = np.zeros(LENGTH, np.int64)
         self._equal: Sequence[int] = ()
         self._reduction: Reduction | None = None
 

@@ -1,8 +1,7 @@
 """Stages of a pipeline: the first one decides, and what it decided goes on from stage to stage.
 
 A later stage makes the same calls some ticks later, and must do what the first one did then, whatever its own
-state: so it is told, in order, and does not vote. What it can not know is how far behind it is; so the first
-stage never waits for it, up to a bound.
+state: so it is told, in order, and does not vote. The first stage waits for it only when it is far behind.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Link(Protocol):
     """From a rank of one stage to the same rank of the next. Either side may close it."""
 
     def send(self, vector: Vector) -> None:
-        """Hand a vector on, without waiting; it is not kept.
+        """Hand a vector on; it is not kept. Waits only if as many as may be are on their way already.
 
         Raises:
-            RankLostError: the next stage has ended, or is too far behind.
+            RankLostError: the next stage has ended, or took none of them within the time limit.
         """
 
     def begin_receive(self, length: int) -> Reduction:
@@ -70,12 +69,15 @@ class ThreadLink:
     def send(self, vector: Vector) -> None:
         """See `Link`."""
         with self._changed:
+            room = self._changed.wait_for(
+                lambda: self._closed or len(self._on_the_way) < self._behind, self.time_limit
+            )
             if self._closed:
                 raise RankLostError(f"stage {self.stage + 1} has closed")
-            if len(self._on_the_way) >= self._behind:
+            if not room:
                 raise RankLostError(
-                    f"stage {self.stage + 1} does not follow: it is {self._behind} reductions behind stage "
-                    f"{self.stage}, as many as it may be"
+                    f"stage {self.stage + 1} does not follow: it has been {self._behind} reductions behind "
+                    f"stage {self.stage}, as many as it may be, for {self.time_limit:g} s"
                 )
             self._on_the_way[self._sent] = vector.copy()
             self._sent += 1
@@ -107,6 +109,7 @@ class ThreadLink:
             self._changed.wait_for(lambda: number in self._on_the_way or self._closed, end - time.monotonic())
             vector = self._on_the_way.pop(number, None)
             if vector is not None:
+                self._changed.notify_all()
                 return vector
             if self._closed:
                 raise RankLostError(f"stage {self.stage} has closed before reduction {number}")

@@ -407,11 +407,7 @@ class TorchLink:
                 arrived.wait(0)
                 self._group.give_back(arrived)
             if len(self._on_the_way) >= self._behind:
-                self._group.hang_up()
-                raise RankLostError(
-                    f"stage {after} does not follow: it is {self._behind} reductions behind stage "
-                    f"{self._stage}, as many as it may be"
-                )
+                self._wait_for_room()
             self._on_the_way.append(self._group.start(self._broadcast, vector, len(vector)))
         except RuntimeError as error:
             if isinstance(error, RankError):
@@ -419,6 +415,18 @@ class TorchLink:
             self._group.hang_up()
             raise RankLostError(f"stage {after} {self._group.explain(error, late=False)}") from error
         self._sent += 1
+
+    def _wait_for_room(self) -> None:
+        oldest = self._on_the_way.popleft()
+        try:
+            oldest.wait(self._group.time_limit)
+        except RuntimeError as error:
+            self._group.hang_up()
+            raise RankLostError(
+                f"stage {self._stage + 1} does not follow: it has been {self._behind} reductions behind "
+                f"stage {self._stage}, as many as it may be, for {self._group.time_limit:g} s"
+            ) from error
+        self._group.give_back(oldest)
 
     def begin_receive(self, length: int) -> Reduction:
         """See `Link`."""
