@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,11 @@ import pytest
 from unified_cache import ArgumentError, CacheConfig, page_hashes
 from unified_cache.pools.device import DevicePool, MhaDevicePool, MlaDevicePool
 from unified_cache.ranks.layout import RankLayout
+from unified_cache.storage.contract import PageStatus
+from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.keys import KeySpace
 from unified_cache.storage.shares import key_space, pool_shares
+from unified_cache.storage.urls import open_storage
 
 HASHES = page_hashes(np.arange(8), 4)
 
@@ -188,3 +193,25 @@ def test_the_names_of_a_rank_do_not_change() -> None:
     keys = space([mla(), mha(2)], layout, kv_heads=4, storage_head_groups=4, weight_version="7")
     assert [key[64:] for key in keys.keys(HASHES[:1])] == GOLDEN
     assert keys.written_groups == 0
+
+
+@pytest.mark.parametrize("scheme", ["file", "mmap"])
+def test_slots_are_made_for_the_largest_object_whatever_comes_first(scheme: str, tmp_path: Path) -> None:
+    store = open_storage(f"{scheme}://{tmp_path}/store?size=1MiB")
+    guard = StorageGuard(store, object_bytes=20_000, deadline=5, clock=time.monotonic, counts=StorageCounts())
+    memory = np.arange(40_512, dtype=np.uint32).astype(np.uint8)
+    guard.register(memoryview(memory)[:512], memoryview(memory)[512:])
+    places = [(0, 512), (512, 20_512), (20_512, 40_512)]
+    views = [memoryview(memory)[start:end] for start, end in places]
+    addresses = memory.ctypes.data + np.array([start for start, _ in places], np.uint64)
+    names = space([mha(1), mla(), mla()], {}).keys(HASHES[:1])
+    assert guard.set(names[:1], views[:1], addresses[:1]) == [PageStatus.HIT]
+    assert guard.set(names, views, addresses) == [PageStatus.HIT] * 3
+    before = memory.copy()
+    memory[:] = 0
+    # In any order, of any sizes.
+    at = [1, 0, 2]
+    found = guard.get([names[n] for n in at], [views[n] for n in at], addresses[at])
+    assert found == [PageStatus.HIT] * 3
+    assert np.array_equal(memory, before)
+    guard.close()
