@@ -423,7 +423,7 @@ def _by_size(
     owner: object,
 ) -> list[PageStatus]:
     """What a call says of these objects, which is made once for those of each size."""
-    sizes = [body.nbytes for body in bodies]
+    sizes = list(map(len, bodies))  # of bytes
     if sizes.count(sizes[0] if sizes else 0) == len(sizes):
         return call(keys, bodies, addresses, owner)
     found: dict[int, PageStatus] = {}
