@@ -37,7 +37,7 @@ def make_pool(pages: int = 16, *, layers: int = 3, dtype: torch.dtype = torch.fl
 
 def make_cache(pages: int | Pool | Sequence[Pool] = 16, **settings: Any) -> UnifiedCache:
     """A cache on a small pool, or on what is given."""
-    others = {name: settings.pop(name) for name in ("clock", "copies", "layout") if name in settings}
+    others = {name: settings.pop(name) for name in ("clock", "copies") if name in settings}
     config = CacheConfig(page_size=PAGE, **({"model": "test"} | settings))
     return UnifiedCache(config, make_pool(pages) if isinstance(pages, int) else pages, **others)
 

@@ -1,8 +1,4 @@
-"""What ranks share through a storage: each has its part of every page, and the same one finds it again.
-
-The ranks are caches of one process; what the real ones agree on, the smallest of what each has, is computed
-here.
-"""
+"""What ranks share through a storage: each has its part of every page, and the same one finds it again."""
 
 from __future__ import annotations
 
@@ -25,12 +21,26 @@ from tests.cache.support import (
     toks,
     write_pages,
 )
-from unified_cache import CacheConfig, UnifiedCache, page_hashes
+from tests.ranks.baton import run_ranks
+from unified_cache import ArgumentError, CacheConfig, UnifiedCache, page_hashes
+from unified_cache.errors import RankError
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
+from unified_cache.ranks.agreement import Agreement, OneRank
+from unified_cache.ranks.group import Ranks
 from unified_cache.ranks.layout import RankLayout
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
 RUN = 4  # elements of a head, and of a latent
+
+
+class Unasked(OneRank):
+    """A rank of several that asks nobody: what it alone comes to can be seen."""
+
+    alone = True  # type: ignore[assignment]
+
+    def __init__(self, layout: RankLayout) -> None:
+        super().__init__()
+        self.size, self.rank = layout.group_size, layout.group_rank
 
 
 class Rank:
@@ -40,10 +50,16 @@ class Rank:
         layout: of this rank.
         pools: for each pool the heads of the whole model; 0 for a latent buffer, which every rank has.
         storage: of all ranks.
+        agreement: with the others; None: it asks nobody.
     """
 
     def __init__(
-        self, layout: dict[str, int], pools: Sequence[int], storage: str | Backend, **settings: Any
+        self,
+        layout: dict[str, int],
+        pools: Sequence[int],
+        storage: str | Backend,
+        agreement: Agreement | None = None,
+        **settings: Any,
     ) -> None:
         self.layout, self.pools = RankLayout(**layout), pools
         own: list[Pool] = []
@@ -67,8 +83,13 @@ class Rank:
                 | settings
             ),
         )
-        self.cache = UnifiedCache(config, own if len(own) > 1 else own[0], layout=self.layout)
+        self.cache = UnifiedCache(
+            config,
+            own if len(own) > 1 else own[0],
+            ranks=Ranks(self.layout, agreement or Unasked(self.layout)),
+        )
         self.planes = [pool.planes for pool in own]
+        self.cache.tick()  # the ranks tell one another that they can use the storage
 
     def heads(self, heads: int) -> range:
         """Which of the heads of the whole model this rank has."""
@@ -353,3 +374,93 @@ def test_a_page_is_stored_when_all_its_objects_are() -> None:
     assert (stats["storage_written_pages"], stats["storage_failed_pages"]) == (2, 4)
     rank.close()
     assert find_and_end(group(1, [0, 4], store), PROMPT) == [0]
+
+
+# The same, agreed
+
+
+def together(
+    tp: int, pools: Sequence[int], storage: str | Backend, do: Callable[[Rank], object], *, cp: int = 1
+) -> list[Any]:
+    """What each of the ranks of a group comes to, that agree at every tick."""
+    results: dict[int, Any] = {}
+
+    def program(agreement: Agreement) -> None:
+        layout = {"tp_size": tp * cp, "tp_rank": agreement.rank, "cp_size": cp}
+        groups = None if 0 in pools else 4
+        rank = Rank(layout, pools, storage, agreement, storage_head_groups=groups)
+        results[agreement.rank] = do(rank)
+        rank.close()
+
+    run_ranks(tp * cp, program)
+    return [results[rank] for rank in range(tp * cp)]
+
+
+def store(prompt: np.ndarray) -> Callable[[Rank], int]:
+    """Compute a prompt; what was not stored."""
+
+    def do(rank: Rank) -> int:
+        rank.compute(prompt)
+        return rank.cache.stats()["storage_failed_pages"]
+
+    return do
+
+
+def find(prompt: np.ndarray) -> Callable[[Rank], int]:
+    return lambda rank: rank.found(prompt)
+
+
+@pytest.mark.parametrize(("tp", "cp", "count"), [(8, 1, 4), (1, 8, 32), (2, 4, 16)])
+def test_case_45_agreed(tp: int, cp: int, count: int) -> None:
+    shared = MemoryStore()
+    assert together(tp, [0], shared, store(PROMPT), cp=cp) == [0] * 8
+    assert puts(shared) == len(shared.pages) == count
+    assert together(tp, [0], shared, find(PROMPT), cp=cp) == [4] * 8
+    # The part of one rank is gone: all of them read what is there on all.
+    third = page_hashes(PROMPT, PAGE)[2].tobytes().hex()
+    del shared.pages[next(key for key in shared.pages if key.startswith(third))]
+    assert together(tp, [0], shared, find(PROMPT), cp=cp) == [2] * 8
+
+
+def test_case_46_agreed() -> None:
+    prompt = toks(PAGE + 1)
+    shared = MemoryStore()
+    keys: set[str] = set()
+    for rank in group(2, [0, 2], shared):
+        keys.update(rank_keys(rank, prompt))
+        rank.close()
+    assert together(2, [0, 2], shared, store(prompt)) == [0, 0]
+    assert shared.pages.keys() == keys
+    assert puts(shared) == 3
+    assert together(2, [0, 2], shared, find(prompt)) == [1, 1]
+    for gone in keys:
+        body = shared.pages.copy()
+        del shared.pages[gone]
+        assert together(2, [0, 2], shared, find(prompt)) == [0, 0]
+        shared.pages = body
+
+
+def test_what_the_writer_could_not_store_is_stored_on_no_rank() -> None:
+    shared = MemoryStore()
+    shared.fault = lambda: "full"
+    assert together(4, [0], shared, store(PROMPT)) == [4] * 4
+
+
+def test_ranks_that_agree_read_what_others_wrote() -> None:
+    shared = MemoryStore()
+    together(2, [4], shared, store(PROMPT))
+    assert puts(shared) == 16
+    assert together(4, [4], shared, find(PROMPT)) == [4] * 4
+    last = page_hashes(PROMPT, PAGE)[3].tobytes().hex()
+    del shared.pages[next(key for key in shared.pages if key.startswith(last) and key.endswith("-0003"))]
+    assert together(4, [4], shared, find(PROMPT)) == [3] * 4
+
+
+def test_numbers_that_do_not_go_together_are_an_error_on_all_ranks() -> None:
+    def program(agreement: Agreement) -> None:
+        bad = agreement.rank == 1
+        layout = {"tp_size": 2, "tp_rank": agreement.rank}
+        with pytest.raises(ArgumentError if bad else RankError):
+            Rank(layout, [8], MemoryStore(), agreement, storage_head_groups=3 if bad else 4)
+
+    run_ranks(2, program)
