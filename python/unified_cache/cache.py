@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,13 +30,15 @@ from unified_cache.errors import (
     StorageError,
 )
 from unified_cache.pools.allocator import PageAllocator, Pages, as_count
+from unified_cache.pools.group import device_pools
 from unified_cache.rank_ticks import Parts, RankTicks
 from unified_cache.ranks.group import Ranks
 from unified_cache.ranks.outcomes import SLOTS
 from unified_cache.request import Request, as_priority, as_tokens
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts
-from unified_cache.storage.keys import KeySpace, fingerprint
+from unified_cache.storage.keys import KeySpace
+from unified_cache.storage.shares import key_space, pool_shares
 from unified_cache.storage.urls import open_storage
 
 if TYPE_CHECKING:
@@ -102,7 +105,8 @@ class UnifiedCache:
 
     Args:
         config: the settings.
-        device_pool: the device's pages; from now on they are the cache's to hand out.
+        device_pool: the device's pages; from now on they are the cache's to hand out. Several pools, such as
+            those of a model and of its draft model, hold a page together: page p is page p of each.
         clock: seconds, for time limits and for what computing takes; with storage, threads call it too.
         copies: makes the copy engine for a device pool and a host pool; None: the one that fits the device.
         ranks: that serve together. All ranks of a group make the same calls in the same order; a tick is a
@@ -111,8 +115,8 @@ class UnifiedCache:
     Attributes:
         config: the settings.
         tree: what is cached where. Look at it, and leave changing it to the cache.
-        device_pool: as given.
-        host_pool: None without a host tier.
+        device_pools: all of them.
+        host_pools: one for each device pool; none without a host tier.
 
     Raises:
         ArgumentError: settings that do not go together or do not fit the machine.
@@ -124,20 +128,21 @@ class UnifiedCache:
     def __init__(
         self,
         config: CacheConfig,
-        device_pool: DevicePool,
+        device_pool: DevicePool | Sequence[DevicePool],
         *,
         clock: Callable[[], float] = time.monotonic,
         copies: Callable[[DevicePool, HostPool], CopyEngine] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        if config.page_size != device_pool.page_size:
+        self.device_pools = device_pools(device_pool)
+        if config.page_size != self.device_pool.page_size:
             raise ArgumentError(
-                f"page_size must be that of the device pool, {device_pool.page_size}, not {config.page_size}"
+                f"page_size must be that of the device pool, {self.device_pool.page_size}, "
+                f"not {config.page_size}"
             )
         self.config = config
         self.page_size = config.page_size
-        self.device_pool = device_pool
-        self.host_pool: HostPool | None = None
+        self.host_pools: tuple[HostPool, ...] = ()
         self._clock = clock
         self._closed = False
         self._epoch = 0
@@ -157,11 +162,6 @@ class UnifiedCache:
         self._storage_counts = StorageCounts()
         # Links that were detached, and whose threads are still inside a call.
         self._detached: list[StorageLink] = []
-        if device_pool.shape.heads % config.storage_head_groups:
-            raise ArgumentError(
-                f"storage_head_groups must divide the {device_pool.shape.heads} heads of the device pool, "
-                f"not {config.storage_head_groups}"
-            )
         self._build(copies)
         self._controller = CacheController(
             self.tree,
@@ -190,11 +190,13 @@ class UnifiedCache:
         config, together, backend = self.config, self._together, None
         pages = [self.device_pool.num_pages, 0]
         try:
+            # What this rank has of each page, as storage has it.
+            self._shares = pool_shares(config, self._ranks.layout, self.device_pools)
             if config.write_policy is not None:
                 # Here, not at the top: a cache without a host tier needs neither it nor what it needs.
                 from unified_cache.pools.host import host_pages_for
 
-                pages[1] = host_pages_for(self.device_pool, config.hicache_ratio, config.hicache_size)
+                pages[1] = host_pages_for(self.device_pools, config.hicache_ratio, config.hicache_size)
                 # Opened before anything is allocated or started, since this is what can go wrong.
                 backend = None if config.storage is None else self._open(config.storage)
             if together is not None:
@@ -207,7 +209,7 @@ class UnifiedCache:
                 together.all_built()
         except BaseException as error:
             # In the order of `close`: nothing that was begun is left behind.
-            for part in (self._copies, self._storage or backend, self.host_pool):
+            for part in (self._copies, self._storage or backend, *self.host_pools):
                 if part is not None:
                     part.close()
             if together is not None and not isinstance(error, RankError):
@@ -216,14 +218,14 @@ class UnifiedCache:
 
     def _settings(self) -> str:
         """What has to be the same on all ranks."""
-        config, shape, layout = self.config, self.device_pool.shape, self._ranks.layout
+        config, layout = self.config, self._ranks.layout
         same = {
             field.name: getattr(config, field.name)
             for field in fields(config)
             if field.name not in _OWN_SETTINGS
         }
         same["storage"] = config.storage is not None
-        same["pool"] = (self.device_pool.kind, str(self.device_pool.dtype), shape.tokens)
+        same["pools"] = [(pool.kind, str(pool.dtype), pool.page_size) for pool in self.device_pools]
         same["ranks"] = (layout.tp_size, layout.dp_size, layout.cp_size, layout.pp_size)
         return str(same)
 
@@ -233,29 +235,25 @@ class UnifiedCache:
         backend: Backend | None,
         copies: Callable[[DevicePool, HostPool], CopyEngine] | None,
     ) -> None:
-        from unified_cache.copies.choose import make_copy_engine
+        from unified_cache.copies.choose import copy_engine_between, make_copy_engine
         from unified_cache.pools.host import HostPool
         from unified_cache.pools.host_memory import HostMemory
 
-        config, device = self.config, self.device_pool
-        self.host_pool = HostPool(
-            device,
-            pages,
-            layout=config.host_layout,
-            memory=HostMemory(
-                pinned=config.host_pinned,
-                host_register_chunk=config.host_register_chunk,
-                huge_pages=config.host_huge_pages,
-                numa_node=config.host_numa_node,
-            ),
+        config = self.config
+        memory = HostMemory(
+            pinned=config.host_pinned,
+            host_register_chunk=config.host_register_chunk,
+            huge_pages=config.host_huge_pages,
+            numa_node=config.host_numa_node,
         )
+        for device in self.device_pools:
+            self.host_pools += (HostPool(device, pages, layout=config.host_layout, memory=memory),)
         self._host_pages = PageAllocator(pages, "host")
-        if copies is None:
-            self._copies = make_copy_engine(
-                device, self.host_pool, blocks=config.copy_blocks, threads=config.copy_threads
-            )
-        else:
-            self._copies = copies(device, self.host_pool)
+        self._copies = copy_engine_between(
+            self.device_pools,
+            self.host_pools,
+            copies or partial(make_copy_engine, blocks=config.copy_blocks, threads=config.copy_threads),
+        )
         if backend is not None:
             self._storage = self._link(backend)
 
@@ -263,14 +261,13 @@ class UnifiedCache:
         return storage if isinstance(storage, Backend) else open_storage(storage, self.config.storage_timeout)
 
     def _link(self, backend: Backend) -> StorageLink:
-        assert self.host_pool is not None
         assert self._host_pages is not None
         link = StorageLink(
             self.tree,
-            self.host_pool,
+            self.host_pools,
             self._host_pages,
             backend,
-            self._keys(self.host_pool),
+            self._keys(),
             self.config,
             self._clock,
             self._now,
@@ -282,21 +279,8 @@ class UnifiedCache:
         link.held_elsewhere = lambda: self._held_besides(link)
         return link
 
-    def _keys(self, host: HostPool) -> KeySpace:
-        device, shape, groups = self.device_pool, host.shape, self.config.storage_head_groups
-        name = fingerprint(
-            model=self.config.model,
-            weight_version=self.config.weight_version,
-            kind=device.kind,
-            dtype=str(device.dtype),
-            layers=shape.layers,
-            heads=shape.heads,
-            head_groups=groups,
-            head_dim=shape.run_bytes // device.dtype.itemsize,
-            page_size=shape.tokens,
-            layout=host.layout,
-        )
-        return KeySpace(name, groups)
+    def _keys(self) -> KeySpace:
+        return key_space(self.config, self._ranks.layout, self.device_pools, self._shares)
 
     def _now(self) -> float:
         """Seconds, the same on all ranks: between two ticks it stands still where there are others."""
@@ -625,6 +609,16 @@ class UnifiedCache:
     # Looking at it
 
     @property
+    def device_pool(self) -> DevicePool:
+        """The device pool, or the first of several."""
+        return self.device_pools[0]
+
+    @property
+    def host_pool(self) -> HostPool | None:
+        """The host pool beside it; None without a host tier."""
+        return self.host_pools[0] if self.host_pools else None
+
+    @property
     def closed(self) -> bool:
         """`close` was called."""
         return self._closed
@@ -731,8 +725,8 @@ class UnifiedCache:
             )
         self.reset(force=force)
         self.config = config
-        if self._storage is not None and self.host_pool is not None:
-            self._storage.use_keys(self._keys(self.host_pool))
+        if self._storage is not None:
+            self._storage.use_keys(self._keys())
 
     # Storage at run time
 
@@ -826,8 +820,8 @@ class UnifiedCache:
             finally:
                 for link in self._links():
                     link.close()
-                if self.host_pool is not None:
-                    self.host_pool.close()
+                for pool in self.host_pools:
+                    pool.close()
 
     def __enter__(self) -> Self:
         return self

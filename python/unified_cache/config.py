@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +61,13 @@ def _threshold(setting: str, value: object) -> None:
     _integer(setting, value, 0)
 
 
+def _of_pools(setting: str, value: object) -> None:
+    """A number that goes with heads, for all pools or for each; None: it follows from the others."""
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if each is not None:
+            _integer(setting, each, 1, 65535)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """How a cache is set up.
@@ -101,8 +108,13 @@ class CacheConfig:
         storage_read_threads: threads that look for and read stored pages.
         storage_write_threads: threads that write them.
         storage_compression: "zstd" or "lz4": stored pages are compressed, where that makes them smaller.
-        storage_head_groups: objects that a page is cut into, each with as many heads: with
-            host_layout="page_head", and a divisor of the heads.
+        kv_heads: heads of keys and values of the whole model, or one number for each pool: where there are
+            fewer than ranks, several of these hold the same ones. None: those of the device pool, times the
+            ranks that share the heads.
+        storage_head_groups: objects that a page with all these heads is cut into, or one number for each
+            pool; None: one for each rank that has heads of its own. Ranks of several TP sizes share pages if
+            all have the least common multiple of these sizes, and host_layout="page_head". Without effect on
+            a latent buffer (MLA).
         prefetch_policy: how long a request waits for storage: "best_effort" not at all, "wait_complete"
             until everything found was read, "timeout" at most `prefetch_timeout` and
             `prefetch_timeout_per_1024` for every 1,024 tokens asked for.
@@ -141,7 +153,8 @@ class CacheConfig:
     storage_read_threads: int = 4
     storage_write_threads: int = 2
     storage_compression: Literal["zstd", "lz4"] | None = None
-    storage_head_groups: int = 1
+    kv_heads: int | Sequence[int | None] | None = None
+    storage_head_groups: int | Sequence[int | None] | None = None
     prefetch_policy: str = "timeout"
     prefetch_threshold: int | Literal["auto"] = 256
     prefetch_timeout: float = 1.0
@@ -185,12 +198,8 @@ class CacheConfig:
         _integer("storage_read_threads", self.storage_read_threads, 1, 256)
         _integer("storage_write_threads", self.storage_write_threads, 1, 256)
         _one_of("storage_compression", self.storage_compression, (None, *CODECS))
-        _integer("storage_head_groups", self.storage_head_groups, 1, 65535)
-        if self.storage_head_groups > 1 and self.host_layout != "page_head":
-            raise ArgumentError(
-                f"storage_head_groups={self.storage_head_groups} needs host_layout='page_head', where the "
-                f"heads of a group lie together, not {self.host_layout!r}"
-            )
+        _of_pools("kv_heads", self.kv_heads)
+        _of_pools("storage_head_groups", self.storage_head_groups)
         if self.storage is not None:
             self.check_storage(self.storage)
         self.make_tree()

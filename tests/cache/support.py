@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,8 @@ def make_pool(pages: int = 16, *, layers: int = 3, dtype: torch.dtype = torch.fl
     return MhaDevicePool(pages, PAGE, layers, heads=2, head_dim=4, dtype=dtype)
 
 
-def make_cache(pages: int | Pool = 16, **settings: Any) -> UnifiedCache:
-    """A cache on a small pool, or on the one given."""
+def make_cache(pages: int | Pool | Sequence[Pool] = 16, **settings: Any) -> UnifiedCache:
+    """A cache on a small pool, or on what is given."""
     others = {name: settings.pop(name) for name in ("clock", "copies") if name in settings}
     config = CacheConfig(page_size=PAGE, **({"model": "test"} | settings))
     return UnifiedCache(config, make_pool(pages) if isinstance(pages, int) else pages, **others)
@@ -76,6 +77,33 @@ def write_page(planes: PoolPlanes, page: int, content: torch.Tensor) -> None:
         tensor[page].view(torch.uint8).copy_(part)
 
 
+def contents(all_planes: Sequence[PoolPlanes], digest: bytes) -> list[torch.Tensor]:
+    """What a page holds in each pool of a cache: in none of them what it holds in another."""
+    seeds = [hashlib.sha256(digest + bytes([at])).digest() if at else digest for at in range(len(all_planes))]
+    return [page_content(planes, seed) for planes, seed in zip(all_planes, seeds, strict=True)]
+
+
+def read_pages(all_planes: Sequence[PoolPlanes], page: int) -> list[torch.Tensor]:
+    """What a page holds in each pool of a cache."""
+    return [read_page(planes, page) for planes in all_planes]
+
+
+def write_pages(all_planes: Sequence[PoolPlanes], page: int, content: Sequence[torch.Tensor]) -> None:
+    """Put bytes into a page of each pool of a cache."""
+    for planes, of_pool in zip(all_planes, content, strict=True):
+        write_page(planes, page, of_pool)
+
+
+def planes_of(cache: UnifiedCache) -> list[PoolPlanes]:
+    """Those of all device pools."""
+    return [pool.planes for pool in cache.device_pools]
+
+
+def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """The same bytes in each pool."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def _digests(request: Request) -> list[bytes]:
     rows = page_hashes(request.tokens, PAGE, extra_key=request._extra_key, cache_salt=request._cache_salt)
     return [row.tobytes() for row in rows]
@@ -83,20 +111,20 @@ def _digests(request: Request) -> list[bytes]:
 
 def compute(request: Request, start: int | None = None) -> None:
     """Write the whole pages of a request past `start` (default: what it got from the cache)."""
-    planes = request._cache.device_pool.planes
+    planes = planes_of(request._cache)
     first = (request.device_length if start is None else start) // PAGE
     pages = request.pages
     for at, digest in enumerate(_digests(request)[first:], first):
-        write_page(planes, int(pages[at]), page_content(planes, digest))
+        write_pages(planes, int(pages[at]), contents(planes, digest))
 
 
 def assert_served(request: Request) -> None:
     """Everything that the cache says is on device is what the model would have written."""
-    planes = request._cache.device_pool.planes
+    planes = planes_of(request._cache)
     pages = request.pages
     for at, digest in enumerate(_digests(request)[: request.device_length // PAGE]):
-        served = read_page(planes, int(pages[at]))
-        assert torch.equal(served, page_content(planes, digest)), f"page {at} of {request.tokens}"
+        served = read_pages(planes, int(pages[at]))
+        assert same(served, contents(planes, digest)), f"page {at} of {request.tokens}"
 
 
 def serve(
@@ -311,6 +339,34 @@ class LateCopies:
     def close(self) -> None:
         for queue in self.queues.values():
             queue.clear()
+
+
+class LateGroup:
+    """The engines of a cache with several pools, which run in any order between them."""
+
+    frozen = False
+
+    def __init__(self, engines: Sequence[LateCopies], rng: random.Random) -> None:
+        self.engines, self._rng = list(engines), rng
+
+    @property
+    def fail(self) -> Callable[[CopyHandle], bool]:
+        return self.engines[0].fail
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("forward", "progress", "seconds", "fail"):
+            for engine in self.engines:
+                setattr(engine, name, value)
+        elif name != "frozen":  # nobody would thaw one while another is waited for
+            super().__setattr__(name, value)
+
+    def run(self, direction: str) -> bool:
+        """`LateCopies.run` of one of them."""
+        return any(engine.run(direction) for engine in self._rng.sample(self.engines, len(self.engines)))
+
+    def run_all(self) -> None:
+        while self.run("backup") or self.run("load"):
+            pass
 
 
 class ManualThreads:

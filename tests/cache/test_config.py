@@ -51,7 +51,9 @@ from unified_cache.pools.device import MhaDevicePool
         ({"storage_write_threads": 257}, ["storage_write_threads", "1..256"]),
         ({"storage_compression": "gzip"}, ["storage_compression", "None, 'zstd', 'lz4'", "'gzip'"]),
         ({"storage_head_groups": 0}, ["storage_head_groups", "1..65535"]),
-        ({"storage_head_groups": 2}, ["storage_head_groups=2", "host_layout='page_head'", "'page_first'"]),
+        ({"storage_head_groups": [2, "2"]}, ["storage_head_groups", "1..65535", "'2'"]),
+        ({"kv_heads": 0}, ["kv_heads", "1..65535"]),
+        ({"kv_heads": True}, ["kv_heads", "True"]),
         ({"storage": "/tmp/x"}, ["storage needs model=...: it names whose pages these are"]),
         ({"storage": "/tmp/x", "write_policy": None}, ["storage", "write_policy", "write_through"]),
     ],
@@ -98,11 +100,6 @@ def test_storage_that_can_not_be_used(tmp_path: Path) -> None:
         assert (tmp_path / "as a path").is_dir()
     with make_cache(storage=f"pages://{tmp_path}/a%20b"):
         assert (tmp_path / "a b").is_dir()
-
-
-def test_head_groups_divide_the_heads() -> None:
-    with pytest.raises(ArgumentError, match=r"storage_head_groups must divide the 2 heads .*, not 3"):
-        make_cache(host_layout="page_head", storage_head_groups=3)
 
 
 def test_a_storage_is_closed_if_the_cache_can_not_be_made() -> None:

@@ -501,10 +501,10 @@ def test_after_close_views_that_are_held_stay_valid() -> None:
 
 def test_host_pages() -> None:
     device = MhaDevicePool(10, 4, 2, heads=1, head_dim=3)
-    assert host_pages_for(device, 2.5, None) == 25
-    assert host_pages_for(device, 2.5, 3 * device.page_bytes / 1e9) == 3
+    assert host_pages_for([device], 2.5, None) == 25
+    assert host_pages_for([device], 2.5, 3 * device.page_bytes / 1e9) == 3
     latents = MlaDevicePool(10, 4, 2, latent_dim=3)
-    assert host_pages_for(latents, 2.5, 3 * device.page_bytes / 1e9) == 6
+    assert host_pages_for([latents], 2.5, 3 * device.page_bytes / 1e9) == 6
 
 
 # Memory of the machine

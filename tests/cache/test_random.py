@@ -31,17 +31,20 @@ from tests.cache.support import (
     BlockedError,
     Clock,
     LateCopies,
+    LateGroup,
     MemoryStore,
     Pool,
     _digests,
     assert_nothing_held,
     chance,
     compute,
+    contents,
     make_cache,
-    page_content,
-    read_page,
+    planes_of,
+    read_pages,
+    same,
     with_manual_threads,
-    write_page,
+    write_pages,
 )
 from unified_cache import (
     ArgumentError,
@@ -53,6 +56,7 @@ from unified_cache import (
     UnifiedCache,
 )
 from unified_cache.controller.layer_done import LayerWait
+from unified_cache.copies.joint import JointCopyEngine
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 
 STEPS = 1000  # of an episode
@@ -101,8 +105,8 @@ class StreamMark:
         raise AssertionError("a copy engine of the tests never waits")
 
 
-def make_random_pool(rng: random.Random) -> Pool:
-    pages, layers = rng.choice((16, 24, 32)), rng.randrange(1, 4)
+def make_random_pool(rng: random.Random, pages: int | None = None) -> Pool:
+    pages, layers = pages or rng.choice((16, 24, 32)), rng.randrange(1, 4)
     dtype = rng.choice((torch.float32, torch.bfloat16, torch.float8_e4m3fn))
     if chance(rng, 0.3):
         return MlaDevicePool(pages, PAGE, layers, 6, dtype)
@@ -110,10 +114,11 @@ def make_random_pool(rng: random.Random) -> Pool:
 
 
 class Episode:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pools: int = 1) -> None:
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
         pool = make_random_pool(rng)
+        others = [make_random_pool(rng, pool.num_pages) for _ in range(pools - 1)]
         policies = ("write_through", "write_through_selective", "write_back")
         # The first episodes go through the write policies, whatever the dice say.
         policy = policies[seed % 3] if seed % 7 else None
@@ -138,14 +143,15 @@ class Episode:
         elif policy is not None and chance(rng, 0.25):
             settings["host_layout"] = "layer_first"
         settings["eviction_policy"] = rng.choice(PrefixTree.eviction_policies())
-        self.cache: UnifiedCache = make_cache(pool, **settings)
-        self.planes = self.cache.device_pool.planes
+        self.cache: UnifiedCache = make_cache([pool, *others], **settings)
+        self.planes = planes_of(self.cache)
         self.stream = Stream()
         self.failing = False
-        self.copies: LateCopies | None = None
+        self.copies: LateCopies | LateGroup | None = None
         if policy is not None:
-            assert isinstance(self.cache._copies, LateCopies)
-            self.copies = self.cache._copies
+            engine: Any = self.cache._copies
+            self.copies = LateGroup(engine.engines, rng) if isinstance(engine, JointCopyEngine) else engine
+            assert isinstance(self.copies, LateCopies | LateGroup)
             self.copies.forward = self.stream.mark
             self.copies.progress = self.stream.step
             self.copies.seconds = lambda handle: len(handle.device_pages) * rng.choice((1e-4, 1e-2))
@@ -226,13 +232,13 @@ class Episode:
 
     # Forwards
 
-    def content(self, digest: bytes) -> torch.Tensor:
+    def content(self, digest: bytes) -> list[torch.Tensor]:
         """What the model writes: other weights compute other bytes."""
-        return page_content(self.planes, digest) + self.weights
+        return [content + self.weights for content in contents(self.planes, digest)]
 
-    def expect(self, page: int, content: torch.Tensor, what: str) -> Callable[[], None]:
+    def expect(self, page: int, content: list[torch.Tensor], what: str) -> Callable[[], None]:
         def check() -> None:
-            assert torch.equal(read_page(self.planes, page), content), what
+            assert same(read_pages(self.planes, page), content), what
 
         return check
 
@@ -252,13 +258,15 @@ class Episode:
         else:
             consumed = self.cache.begin_forward([request])
             served = [(pages[at], self.content(digests[at])) for at in range(request.device_length // PAGE)]
-            for layer in range(self.planes.shape.layers):
+            for layer in range(max(planes.shape.layers for planes in self.planes)):
                 self.stream.launch(lambda layer=layer: self.read_layer(consumed, layer, served))  # type: ignore[misc]
         for at in range(start // PAGE, len(digests)):
             content = self.content(digests[at])
-            self.stream.launch(lambda page=pages[at], to=content: write_page(self.planes, page, to))  # type: ignore[misc]
+            self.stream.launch(lambda page=pages[at], to=content: write_pages(self.planes, page, to))  # type: ignore[misc]
 
-    def read_layer(self, consumed: LayerWait, layer: int, served: list[tuple[int, torch.Tensor]]) -> None:
+    def read_layer(
+        self, consumed: LayerWait, layer: int, served: list[tuple[int, list[torch.Tensor]]]
+    ) -> None:
         """A layer of a forward: it waits for its own pages, and reads them."""
         try:
             consumed.wait_until(layer)
@@ -266,7 +274,8 @@ class Episode:
             assert self.failing
             return
         for page, content in served:
-            assert torch.equal(read_page(self.planes, page)[layer], content[layer]), (page, layer)
+            there = read_pages(self.planes, page)
+            assert same(_layer(there, layer), _layer(content, layer)), (page, layer)
 
     # Steps
 
@@ -369,7 +378,7 @@ class Episode:
         for at, digest in enumerate(_digests(request)[:whole]):
             if at >= len(match.device_pages):
                 content = self.content(digest)
-                self.stream.launch(lambda page=int(pages[at]), to=content: write_page(self.planes, page, to))  # type: ignore[misc]
+                self.stream.launch(lambda page=int(pages[at]), to=content: write_pages(self.planes, page, to))  # type: ignore[misc]
         request.abort()
         cache.insert(tokens, pages, prev_prefix_len=len(match.device_pages) * PAGE, **namespace)
         self.own_locks.append(lock)
@@ -524,15 +533,29 @@ class Episode:
         self.cache.close()
 
 
+def _layer(content: list[torch.Tensor], layer: int) -> list[torch.Tensor]:
+    """That layer of each pool that has so many."""
+    return [of_pool[layer] for of_pool in content if layer < len(of_pool)]
+
+
+def run(seed: int, pools: int) -> None:
+    try:
+        episode = Episode(seed, pools)
+        for _ in range(STEPS):
+            episode.step()
+        episode.end()
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+
+
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_calls(group: int) -> None:
     for at in range(group, EPISODES, GROUPS):
-        seed = FIRST_SEED + at
-        try:
-            episode = Episode(seed)
-            for _ in range(STEPS):
-                episode.step()
-            episode.end()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+        run(FIRST_SEED + at, 1)
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_calls_with_several_pools(group: int) -> None:
+    for at in range(group, -(-EPISODES // 5), GROUPS):
+        run(FIRST_SEED + at, 2 + at % 2)

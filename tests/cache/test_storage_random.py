@@ -15,16 +15,19 @@ from tests.cache.support import (
     PAGE,
     Clock,
     MemoryStore,
+    Pool,
     assert_nothing_held,
     assert_served,
     chance,
     compute,
     make_cache,
+    make_pool,
     serve,
     with_manual_threads,
 )
 from unified_cache import Request
 from unified_cache.errors import CapacityError, CopyError
+from unified_cache.pools.device import MlaDevicePool
 
 STEPS = 400
 
@@ -37,17 +40,23 @@ def conversation(rng: random.Random) -> np.ndarray:
     return tokens[: rng.randrange(2, 13) * PAGE + 1]
 
 
+def pools(pages: int, several: bool) -> list[Pool]:
+    return [make_pool(pages), MlaDevicePool(pages, PAGE, 1, 6)] if several else [make_pool(pages)]
+
+
 class Episode:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.store, self.clock = MemoryStore(), Clock()
-        groups = rng.choice((1, 1, 2))
+        groups, several = rng.choice((1, 1, 2)), seed % 3 == 0
         settings = {"host_layout": "page_head", "storage_head_groups": groups}
-        with make_cache(128, storage=self.store, prefetch_threshold=10**6, **settings) as cache:
+        with make_cache(
+            pools(128, several), storage=self.store, prefetch_threshold=10**6, **settings
+        ) as cache:
             for _ in range(12):
                 serve(cache, conversation(rng))
         self.cache = make_cache(
-            rng.choice((48, 128)),
+            pools(rng.choice((48, 128)), several),
             storage=self.store,
             clock=self.clock,
             prefetch_threshold=rng.choice((0, 3 * PAGE)),

@@ -139,8 +139,7 @@ def used_host(cache: UnifiedCache) -> int:
 
 
 def keys_of(cache: UnifiedCache, tokens: np.ndarray) -> list[str]:
-    assert cache.host_pool is not None
-    return cache._keys(cache.host_pool).keys(page_hashes(tokens, P))
+    return cache._keys().keys(page_hashes(tokens, P))
 
 
 def with_storage(folder: Path, device: int, host: int, **settings: Any) -> tuple[Any, ...]:

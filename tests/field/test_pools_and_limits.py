@@ -318,9 +318,9 @@ def test_case_55_sizes_of_the_host_tier(ratio: float, size: float | None, said: 
     device = MhaDevicePool(8, 4, 2, 2, 8)
     assert device.page_bytes == 1024
     with pytest.raises(ArgumentError, match=said):
-        host_pages_for(device, ratio, size)
-    assert host_pages_for(device, 2.0, None) == 16
-    assert host_pages_for(device, 2.0, 1024e-9) == 1
+        host_pages_for([device], ratio, size)
+    assert host_pages_for([device], 2.0, None) == 16
+    assert host_pages_for([device], 2.0, 1024e-9) == 1
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def test_case_55_more_pages_than_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ArgumentError, match=r"hicache_size=10000 .* host pages, allowed are at most 4294967295"
     ):
-        host_pages_for(MlaDevicePool(1, 1, 1, 1), 2.0, 10_000)
+        host_pages_for([MlaDevicePool(1, 1, 1, 1)], 2.0, 10_000)
 
 
 # Case 1, for what hands pages out

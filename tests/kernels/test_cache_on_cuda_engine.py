@@ -14,40 +14,43 @@ from tests.cache.support import (
     PAGE,
     _digests,
     assert_nothing_held,
+    contents,
     make_cache,
     make_pool,
-    page_content,
-    read_page,
-    write_page,
+    planes_of,
+    read_pages,
+    write_pages,
 )
 from tests.kernels.fake_driver import FakeDriver
 from unified_cache import CapacityError, Request, UnifiedCache
 from unified_cache.copies.cuda import CudaCopyEngine
+from unified_cache.pools.device import MlaDevicePool
 
 
 class Engine:
     """Serves prompts as an engine on a GPU does: everything is launched, nothing is waited for."""
 
-    def __init__(self, seed: int, *, staged: bool, **settings: Any) -> None:
+    def __init__(self, seed: int, *, staged: bool, several: bool = False, **settings: Any) -> None:
         self.rng = random.Random(seed)
         self.driver = FakeDriver(seed)
         self.driver.registered = not staged
         self.cache: UnifiedCache = make_cache(
-            make_pool(16),
+            [make_pool(16), MlaDevicePool(16, PAGE, 2, 6)] if several else make_pool(16),
             copies=lambda device, host: CudaCopyEngine(
                 device.planes, host.planes, host_registered=not staged, driver=self.driver
             ),
             load_back_threshold=0,
             **settings,
         )
-        self.planes = self.cache.device_pool.planes
+        self.planes = planes_of(self.cache)
         self.wrong: list[str] = []
         self.read = 0
 
-    def check(self, page: int, layer: int, content: torch.Tensor) -> None:
+    def check(self, page: int, layer: int, content: list[torch.Tensor]) -> None:
         self.read += 1
-        if not torch.equal(read_page(self.planes, page)[layer], content[layer]):
-            self.wrong.append(f"page {page}, layer {layer}")
+        for at, (there, wanted) in enumerate(zip(read_pages(self.planes, page), content, strict=True)):
+            if layer < len(wanted) and not torch.equal(there[layer], wanted[layer]):
+                self.wrong.append(f"page {page}, layer {layer} of pool {at}")
 
     def forward(self, request: Request) -> None:
         """Reads what was served, layer by layer, and writes what is new."""
@@ -55,13 +58,13 @@ class Engine:
         served = request.device_length // PAGE
         with self.driver.active():
             forward = self.cache.begin_forward([request])
-            for layer in range(self.planes.shape.layers):
+            for layer in range(max(planes.shape.layers for planes in self.planes)):
                 forward.wait_until(layer)
                 for page, digest in zip(pages[:served], digests, strict=False):
-                    content = page_content(self.planes, digest)
+                    content = contents(self.planes, digest)
                     self.driver.queue(partial(self.check, page, layer, content))
         for page, digest in list(zip(pages, digests, strict=False))[served:]:
-            self.driver.queue(partial(write_page, self.planes, page, page_content(self.planes, digest)))
+            self.driver.queue(partial(write_pages, self.planes, page, contents(self.planes, digest)))
 
     def prompt(self) -> np.ndarray:
         return np.arange(self.rng.randrange(PAGE, 7 * PAGE)) + 1000 * self.rng.randrange(5)
@@ -106,6 +109,17 @@ def test_what_is_served_is_what_was_written(layout: str, staged: bool) -> None:
     hits = 0
     for seed, policy in enumerate(("write_through", "write_back")):
         engine = Engine(seed, staged=staged, host_layout=layout, write_policy=policy)
+        engine.run(60)
+        hits += engine.cache.stats()["load_pages"]
+        assert engine.read > 100
+    assert hits > 20
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_pools_of_two_kinds(staged: bool) -> None:
+    hits = 0
+    for seed, policy in enumerate(("write_through", "write_back")):
+        engine = Engine(seed, staged=staged, several=True, write_policy=policy)
         engine.run(60)
         hits += engine.cache.stats()["load_pages"]
         assert engine.read > 100

@@ -10,14 +10,14 @@ from unified_cache import page_hashes
 from unified_cache._native import object_checksums
 from unified_cache.errors import ArgumentError
 from unified_cache.storage.contract import PageStatus
-from unified_cache.storage.keys import KEY, KeySpace, fingerprint
+from unified_cache.storage.keys import KEY, KeySpace, PoolKeys, fingerprint
 from unified_cache.storage.page_format import HEADER_BYTES, check_objects, write_headers
 
 KEYS = ["ab" * 32 + "-0123456789abcdef-0000", "cd" * 32 + "-0123456789abcdef-0001"]
 PAGE = bytes(range(256)) * 2
 SIZE = len(PAGE)
 GOLDEN_SUM = "c10f31a6c0a00cca"
-GOLDEN_FINGERPRINT = "0b017fe4711d5096"
+GOLDEN_FINGERPRINT = "52664301011c382e"
 
 
 def make(keys=KEYS, sizes=None, codecs=(0, 0)):  # type: ignore[no-untyped-def]
@@ -151,13 +151,18 @@ def test_keys_that_are_too_long() -> None:
 SHAPE = {
     "model": "m",
     "weight_version": "1",
+    "pool": 0,
     "dtype": "torch.bfloat16",
     "layers": 2,
+    "stage": 0,
+    "stages": 1,
     "heads": 4,
     "head_groups": 1,
     "head_dim": 8,
     "kind": "mha",
     "page_size": 16,
+    "context_part": 0,
+    "context_parts": 1,
     "layout": "page_first",
 }
 
@@ -173,10 +178,10 @@ def test_the_keys_of_stored_objects_do_not_change() -> None:
     name = fingerprint(**SHAPE)  # type: ignore[arg-type]
     assert name == GOLDEN_FINGERPRINT
     hashes = page_hashes(np.arange(8), 4)
-    one = KeySpace(name).keys(hashes)
+    one = KeySpace([PoolKeys(name)]).keys(hashes)
     assert [k[64:] for k in one] == [f"-{name}-0000"] * 2
     assert [k[:64] for k in one] == [row.tobytes().hex() for row in hashes]
-    two = KeySpace(name, groups=2, first_group=6).keys(hashes)
+    two = KeySpace([PoolKeys(name, groups=2, first_group=6)]).keys(hashes)
     assert two == [k[:82] + end for k in one for end in ("0006", "0007")]
     assert all(KEY.fullmatch(k) for k in one + two)
-    assert KeySpace(name).keys(hashes[:0]) == []
+    assert KeySpace([PoolKeys(name)]).keys(hashes[:0]) == []

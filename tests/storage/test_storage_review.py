@@ -6,19 +6,23 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pytest
 
 from tests.cache.support import PAGE, Clock, MemoryStore, assert_nothing_held, make_cache, serve, toks
 from tests.cache.test_storage_threads import LONG, Hanging, hang_in, on, until
-from tests.storage.support import Pages, keys, make_guard
+from tests.storage.support import Pages, key, keys, make_guard
 from unified_cache import Request, StorageError, UnifiedCache
+from unified_cache.storage import compression
 from unified_cache.storage.backends.memory import MemoryBackend
 from unified_cache.storage.backends.pages import PagesBackend
 from unified_cache.storage.contract import PageStatus
+from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.urls import StorageUrl, backend_class, open_storage, schemes
 
 
@@ -353,6 +357,38 @@ def test_slots_that_no_page_fits_in_are_refused_when_the_storage_is_attached(tmp
     with pytest.raises(StorageError, match=r"size=20000 has no room for an object of 1048576 bytes"):
         guard.register(pages.memory)
     small.close()
+
+
+@pytest.mark.parametrize("scheme", ["file", "mmap"])
+def test_slots_hold_whole_pages_though_the_first_ones_were_compressed(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Squeeze(compression.Codec):
+        number, name = 9, "squeeze"
+
+        def compress(self, page: memoryview) -> bytes:
+            return zlib.compress(page)
+
+        def decompress(self, stored: Any, page: memoryview) -> bool:
+            page[:] = zlib.decompress(stored)
+            return True
+
+    monkeypatch.setitem(compression.CODECS, "squeeze", Squeeze)
+    guard = StorageGuard(
+        open_storage(f"{scheme}://{tmp_path}/store?size=1MiB"),
+        object_bytes=16384,
+        deadline=5,
+        clock=time.monotonic,
+        counts=StorageCounts(),
+        compression="squeeze",
+    )
+    pages = np.zeros((2, 16384), np.uint8)
+    pages[1] = np.random.default_rng(1).integers(0, 256, 16384)
+    guard.register(memoryview(pages).cast("B"))
+    for at in (0, 1):
+        place = np.array([pages[at].ctypes.data], np.uint64)
+        assert guard.set([key(at)], [memoryview(pages[at])], place) == [PageStatus.HIT]
+    guard.close()
 
 
 @pytest.mark.parametrize("scheme", ["file", "mmap"])

@@ -57,7 +57,7 @@ class StorageLink:
 
     Args:
         tree: hears of pages that were read.
-        pool: memory of the host pages.
+        pools: memory of the host pages.
         host: free pages of the host pool.
         backend: where pages go.
         keys: names of objects.
@@ -75,14 +75,14 @@ class StorageLink:
         agreed_write: `can_write` of all ranks.
 
     Raises:
-        StorageError: the backend can not use the host pool's memory.
+        StorageError: the backend can not use the host pools' memory.
         MissingDependencyError: the codec of `storage_compression` is not installed.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        pool: HostPool,
+        pools: Sequence[HostPool],
         host: PageAllocator,
         backend: Backend,
         keys: KeySpace,
@@ -94,16 +94,16 @@ class StorageLink:
         rates: LoadOrRecompute,
         operations: StorageOperations,
     ) -> None:
-        objects = PageObjects(pool, keys.groups)
+        objects = PageObjects(pools, keys)
         self.guard = StorageGuard(
             backend,
-            object_bytes=objects.bytes,
+            object_bytes=objects.largest,
             deadline=config.storage_timeout,
             clock=clock,
             counts=counts,
             compression=config.storage_compression,
         )
-        self.guard.register(pool.memory)
+        self.guard.register(*(pool.memory for pool in pools))
         self._host = host
         self._keys = keys
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()

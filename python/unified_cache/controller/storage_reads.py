@@ -315,7 +315,7 @@ class StorageReads:
     def _read(self, prefetch: Prefetch, pages: int) -> None:
         groups, head = self._groups, prefetch.head
         prefetch.pages = self._host.alloc(pages)
-        for start, end in batches(pages, groups * self._objects.bytes):
+        for start, end in batches(pages, self._objects.page_bytes):
             keys = prefetch.keys[(head + start) * groups : (head + end) * groups]
             batch = ReadBatch(keys, *self._objects.of(prefetch.pages[start:end]), groups)
             prefetch.batches.append(batch)

@@ -149,9 +149,10 @@ class StorageWrites:
                 return
             pages = np.concatenate(taken.pages)
             job = WriteJob(
-                keys.keys(np.concatenate(taken.digests)),
-                *self._objects.of(pages),
-                groups=keys.groups,
+                keys.written_keys(np.concatenate(taken.digests)),
+                *self._objects.written(pages),
+                groups=keys.written_groups,
+                pages=len(pages),
             )
             taken.job, self.jobs[job] = job, taken
             self._operations.begin(taken)
@@ -228,7 +229,7 @@ class StorageWrites:
         for lock in taken.locks:
             self._tree.dec_host_lock_ref(lock)
         self._writing_pages -= job.pages
-        self._counters.storage_written_pages += job.written // job.groups
+        self._counters.storage_written_pages += job.written_pages
         if stored < job.pages:
             self._counters.storage_errors += 1
             self._counters.storage_failed_pages += job.pages - stored

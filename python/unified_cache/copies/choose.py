@@ -1,7 +1,8 @@
-"""The copy engine that fits where a device pool lies."""
+"""The copy engine that fits where device pools lie."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from unified_cache.copies.engine import CopyEngine
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from unified_cache.pools.device import DevicePool
     from unified_cache.pools.host import HostPool
 
-__all__ = ["make_copy_engine"]
+__all__ = ["copy_engine_between", "make_copy_engine"]
 
 
 def make_copy_engine(device: DevicePool, host: HostPool, *, blocks: int, threads: int | None) -> CopyEngine:
@@ -44,3 +45,28 @@ def make_copy_engine(device: DevicePool, host: HostPool, *, blocks: int, threads
             host_edges=[address for address, _ in host.pieces],
         )
     raise ArgumentError(f"device_pool lies on {kind!r}: allowed are 'cpu' and 'cuda'")
+
+
+def copy_engine_between(
+    devices: Sequence[DevicePool],
+    hosts: Sequence[HostPool],
+    make: Callable[[DevicePool, HostPool], CopyEngine],
+) -> CopyEngine:
+    """One engine for all pairs of pools, of those that `make` makes.
+
+    Raises:
+        Exception: what `make` raises; the engines that there are already are closed then.
+    """
+    if len(devices) == 1:
+        return make(devices[0], hosts[0])
+    from unified_cache.copies.joint import JointCopyEngine
+
+    engines: list[CopyEngine] = []
+    try:
+        for device, host in zip(devices, hosts, strict=True):
+            engines.append(make(device, host))
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return JointCopyEngine(engines, [device.layers for device in devices])

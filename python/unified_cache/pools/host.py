@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +22,25 @@ from unified_cache.pools.planes import PoolPlanes
 __all__ = ["HostPool", "PageBuffers", "host_pages_for"]
 
 
-def host_pages_for(device: DevicePool, ratio: float, size_gb: float | None) -> int:
-    """Pages of a host pool beside `device`, from `hicache_size` in GB if given, else from `hicache_ratio`.
+def host_pages_for(devices: Sequence[DevicePool], ratio: float, size_gb: float | None) -> int:
+    """Pages of the host pools beside these, from `hicache_size` in GB if given, else from `hicache_ratio`.
+
+    A page is one of each pool, and the size is that of all host pools together.
 
     Raises:
         ArgumentError: less than a page, or more than this process may still take.
     """
+    page_bytes = sum(device.page_bytes for device in devices)
     if size_gb is not None:
-        setting, pages = f"hicache_size={size_gb:g} (GB)", int(size_gb * 1e9) // device.page_bytes
+        setting, pages = f"hicache_size={size_gb:g} (GB)", int(size_gb * 1e9) // page_bytes
     else:
-        setting, pages = f"hicache_ratio={ratio:g}", int(device.num_pages * ratio)
+        setting, pages = f"hicache_ratio={ratio:g}", int(devices[0].num_pages * ratio)
     if pages < 1:
         raise ArgumentError(
-            f"{setting} is less than one page of {device.page_bytes} bytes: make it larger, "
+            f"{setting} is less than one page of {page_bytes} bytes: make it larger, "
             "or set write_policy=None for no host tier"
         )
-    needed = pages * device.page_bytes
+    needed = pages * page_bytes
     available = available_bytes()
     if available is not None and needed > available:
         raise ArgumentError(

@@ -45,6 +45,7 @@ class ObjectJob:
         views: of the objects.
         addresses: uint64 (objects,), where they lie.
         groups: objects a page.
+        pages: how many; None: as many as there are objects for.
     """
 
     def __init__(
@@ -53,23 +54,34 @@ class ObjectJob:
         views: Sequence[memoryview],
         addresses: npt.NDArray[np.uint64],
         groups: int = 1,
+        *,
+        pages: int | None = None,
     ) -> None:
         self.keys = keys
         self.views = views
         self.addresses = addresses
         self.groups = groups
-        self.pages = len(keys) // groups
+        self.pages = len(keys) // groups if pages is None else pages
         self.stop = False  # set by the owner: what has not begun need not
         self.ticket: Ticket | None = None
 
 
 class WriteJob(ObjectJob):
-    """Pages to write, in the order of their prefix. The memory behind the views must stay as it is."""
+    """Pages to write, in the order of their prefix. The memory behind the views must stay as it is.
+
+    Its objects are those that this rank writes; there may be none: others write those pages, and as far as
+    this rank is concerned they are stored.
+    """
 
     # Valid once the job was taken as done:
-    stored = 0  # pages from the front that are in storage now
+    stored = 0  # pages from the front that are in storage now, as far as this rank writes them
     written = 0  # objects that this job has written
     failed = False  # the storage did not answer, or has no room
+
+    @property
+    def written_pages(self) -> int:
+        """Pages whose objects this job has written."""
+        return self.written // self.groups if self.groups else 0
 
 
 class StorageBackup:
@@ -86,10 +98,13 @@ class StorageBackup:
 
     def _run(self, job: WriteJob) -> None:
         try:
-            step = pages_at_once(job.groups * job.views[0].nbytes) * job.groups if job.views else 1
-            for start in range(0, len(job.keys), step):
-                if job.stop or not self._write(job, start, min(start + step, len(job.keys))):
-                    break
+            if job.groups == 0:
+                job.stored = job.pages
+            elif job.keys:
+                step = job.groups * pages_at_once(sum(view.nbytes for view in job.views[: job.groups]))
+                for start in range(0, len(job.keys), step):
+                    if job.stop or not self._write(job, start, min(start + step, len(job.keys))):
+                        break
         except Exception:  # a fault of this code: the pages are not stored
             job.failed = True
         self._done.put(job)

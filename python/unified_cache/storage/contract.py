@@ -78,7 +78,7 @@ class Backend(ABC):
     shared: ClassVar[bool] = True
 
     def register(self, memory: memoryview) -> None:  # noqa: B027
-        """Bodies will lie in this memory: the host pool, once, before the first get or set.
+        """Bodies will lie in this memory: a host pool, each of them once, before the first get or set.
 
         For clients that have to know it. It stays where it is until `close` has returned.
         """

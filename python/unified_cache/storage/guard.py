@@ -82,14 +82,14 @@ class _Call:
 
 
 class StorageGuard:
-    """Pages of one size, kept in one backend, which is the guard's to close.
+    """Pages, kept in one backend, which is the guard's to close.
 
     No call raises for what a backend does. After `close`, and while the breaker is open, every call is a
     miss or an error at once.
 
     Args:
         backend: where they are.
-        object_bytes: bytes of each page (or of a head group of it).
+        object_bytes: bytes of the largest page (or of a head group of it).
         deadline: seconds that a call to the backend may take.
         clock: seconds; called from several threads.
         counts: counts.
@@ -123,17 +123,18 @@ class StorageGuard:
         self._lock = threading.Lock()
         self._running: set[_Call] = set()
         self._closing = False
-        self._memory: memoryview | None = None
+        self._memories: Sequence[memoryview] = ()
 
-    def register(self, memory: memoryview) -> None:
-        """Pages lie in this memory; it is held until the backend is closed.
+    def register(self, *memories: memoryview) -> None:
+        """Pages lie in these memories; they are held until the backend is closed.
 
         Raises:
-            StorageError: the backend can not use it, or has no room for a single page.
+            StorageError: the backend can not use one, or has no room for a single page.
         """
         self.backend.expect(self.object_bytes)
-        self.backend.register(memory)
-        self._memory = memory
+        for memory in memories:
+            self.backend.register(memory)
+        self._memories = memories
 
     # Calls
 
@@ -152,7 +153,15 @@ class StorageGuard:
         addresses: _Addresses,
         owner: object = None,
     ) -> list[PageStatus]:
-        """Read objects into `bodies`, which hold anything after it where the status is no HIT."""
+        """Read objects into `bodies`, which hold anything after it where the status is no HIT.
+
+        One call to the backend for each size that there is among them.
+        """
+        return _by_size(self._get_alike, keys, bodies, addresses, owner)
+
+    def _get_alike(
+        self, keys: Sequence[str], bodies: Sequence[memoryview], addresses: _Addresses, owner: object
+    ) -> list[PageStatus]:
         self._counts.add("storage_get_calls")
         try:
             statuses, late = self._call(owner, lambda: self._get(keys, bodies, addresses))
@@ -172,7 +181,15 @@ class StorageGuard:
         addresses: _Addresses,
         owner: object = None,
     ) -> list[PageStatus]:
-        """Store objects; those that are there already stay as they are, and are HITs."""
+        """Store objects; those that are there already stay as they are, and are HITs.
+
+        One call to the backend for each size that there is among them.
+        """
+        return _by_size(self._set_alike, keys, bodies, addresses, owner)
+
+    def _set_alike(
+        self, keys: Sequence[str], bodies: Sequence[memoryview], addresses: _Addresses, owner: object
+    ) -> list[PageStatus]:
         self._counts.add("storage_set_calls")
         try:
             statuses, _ = self._call(owner, lambda: self._set(keys, bodies, addresses))
@@ -242,15 +259,15 @@ class StorageGuard:
     def _get(
         self, keys: Sequence[str], bodies: Sequence[memoryview], addresses: _Addresses
     ) -> list[PageStatus]:
-        count = len(keys)
+        count, page_bytes = len(keys), _bytes_of(bodies)
         headers = np.zeros((count, HEADER_BYTES), np.uint8)
-        sizes = np.full(count, self.object_bytes, np.uint64)
+        sizes = np.full(count, page_bytes, np.uint64)
         batch = ObjectBatch(keys, headers, bodies, addresses, sizes, np.zeros(count, np.uint64))
         statuses = self._checked(self.backend.get(batch), count)
         read = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         stored = batch.stored_sizes.tolist()
         for at in read:
-            if stored[at] > self.object_bytes:
+            if stored[at] > page_bytes:
                 statuses[at] = PageStatus.CORRUPT
         read = [at for at in read if statuses[at] is PageStatus.HIT]
         if read:
@@ -259,7 +276,7 @@ class StorageGuard:
                 [keys[at] for at in read],
                 [bodies[at] for at in read],
                 [stored[at] for at in read],
-                self.object_bytes,
+                page_bytes,
                 tuple(self._codecs),
             )
             total = 0
@@ -280,17 +297,18 @@ class StorageGuard:
     def _decompress(self, number: int, body: memoryview, stored: int) -> bool:
         codec = self._codecs[number]
         if codec is None:
-            return stored == self.object_bytes
+            return stored == body.nbytes
         return codec.decompress(bytes(body[:stored]), body)
 
     def _set(
         self, keys: Sequence[str], bodies: Sequence[memoryview], addresses: _Addresses
     ) -> list[PageStatus]:
+        page_bytes = _bytes_of(bodies)
         if self._codec is None:
-            sizes = np.full(len(keys), self.object_bytes, np.uint64)
+            sizes = np.full(len(keys), page_bytes, np.uint64)
             return self._put(keys, bodies, addresses, sizes, [NO_CODEC] * len(keys))
-        step = max(_SCRATCH_BYTES // self.object_bytes, 1)
-        scratch = np.empty((min(step, len(keys)), self.object_bytes), np.uint8)
+        step = max(_SCRATCH_BYTES // page_bytes, 1)
+        scratch = np.empty((min(step, len(keys)), page_bytes), np.uint8)
         statuses: list[PageStatus] = []
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
@@ -305,15 +323,16 @@ class StorageGuard:
         bodies: Sequence[memoryview],
         addresses: _Addresses,
     ) -> list[PageStatus]:
+        page_bytes = _bytes_of(bodies)
         views, places, codecs = list(bodies), addresses.copy(), [NO_CODEC] * len(keys)
-        sizes = np.full(len(keys), self.object_bytes, np.uint64)
+        sizes = np.full(len(keys), page_bytes, np.uint64)
         for at, body in enumerate(bodies):
             packed = codec.compress(body)
-            if len(packed) < self.object_bytes:
+            if len(packed) < page_bytes:
                 view = memoryview(scratch[at])
                 view[: len(packed)] = packed
                 views[at], sizes[at], codecs[at] = view, len(packed), codec.number
-                places[at] = scratch.ctypes.data + at * self.object_bytes
+                places[at] = scratch.ctypes.data + at * page_bytes
         return self._put(keys, views, places, sizes, codecs)
 
     def _put(
@@ -324,15 +343,15 @@ class StorageGuard:
         sizes: npt.NDArray[np.uint64],
         codecs: Sequence[int],
     ) -> list[PageStatus]:
-        headers = np.empty((len(keys), HEADER_BYTES), np.uint8)
+        headers, page_bytes = np.empty((len(keys), HEADER_BYTES), np.uint8), _bytes_of(bodies)
         stored = sizes.tolist()
-        write_headers(headers, keys, bodies, stored, self.object_bytes, codecs)
+        write_headers(headers, keys, bodies, stored, page_bytes, codecs)
         statuses = self._checked(
             self.backend.set(ObjectBatch(keys, headers, bodies, addresses, sizes)), len(keys)
         )
         hits = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         self._counts.add("storage_stored_bytes", sum(stored[at] + HEADER_BYTES for at in hits))
-        self._counts.add("storage_page_bytes", len(hits) * self.object_bytes)
+        self._counts.add("storage_page_bytes", len(hits) * page_bytes)
         return statuses
 
     def _checked(self, statuses: list[PageStatus], count: int) -> list[PageStatus]:
@@ -388,7 +407,31 @@ class StorageGuard:
             # It is as closed as it can be. Who closes has others to close, or is a thread that nobody hears.
             self._counts.add("storage_failed_calls")
         finally:
-            self._memory = None
+            self._memories = ()
+
+
+def _bytes_of(bodies: Sequence[memoryview]) -> int:
+    """Bytes of each of these, which are alike."""
+    return bodies[0].nbytes if bodies else 0
+
+
+def _by_size(
+    call: Callable[[Sequence[str], Sequence[memoryview], _Addresses, object], list[PageStatus]],
+    keys: Sequence[str],
+    bodies: Sequence[memoryview],
+    addresses: _Addresses,
+    owner: object,
+) -> list[PageStatus]:
+    """What a call says of these objects, which is made once for those of each size."""
+    sizes = list(map(len, bodies))  # of bytes
+    if sizes.count(sizes[0] if sizes else 0) == len(sizes):
+        return call(keys, bodies, addresses, owner)
+    found: dict[int, PageStatus] = {}
+    for size in dict.fromkeys(sizes):
+        alike = [at for at, each in enumerate(sizes) if each == size]
+        statuses = call([keys[at] for at in alike], [bodies[at] for at in alike], addresses[alike], owner)
+        found.update(zip(alike, statuses, strict=True))
+    return [found[at] for at in range(len(sizes))]
 
 
 class _NoAnswerError(Exception):

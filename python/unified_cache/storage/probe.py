@@ -14,7 +14,7 @@ import numpy as np
 from unified_cache.errors import StorageError
 from unified_cache.storage.contract import Backend, PageStatus
 from unified_cache.storage.guard import StorageCounts, StorageGuard
-from unified_cache.storage.keys import KeySpace
+from unified_cache.storage.keys import KeySpace, PoolKeys
 
 __all__ = ["Measured", "probe"]
 
@@ -84,7 +84,7 @@ def probe(
     )
     guard.register(both.data.cast("B"))
     digests = np.frombuffer(secrets.token_bytes(32 * pages), np.uint8).reshape(pages, 32)
-    keys = KeySpace("0" * 16, first_group=0xFFFF).keys(digests)
+    keys = KeySpace([PoolKeys("0" * 16, first_group=0xFFFF)]).keys(digests)
     parts = [slice(start, min(start + batch, pages)) for start in range(0, pages, batch)]
 
     def transfer(call: Callable[..., list[PageStatus]], rows: np.ndarray) -> Callable[[slice], None]:

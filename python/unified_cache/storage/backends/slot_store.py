@@ -57,8 +57,8 @@ class _Open:
 class SlotStore(Backend):
     """Objects in slots of one preallocated file.
 
-    The size of a slot is that of the longest body of the first batch, if it is not given: pages of one model
-    all have the same. A longer body than a slot is an ERROR of its object.
+    The size of a slot, if it is not given, is that of the longest body that is expected, or in the first
+    batch. A longer body than a slot is an ERROR of its object.
 
     Args:
         prefix: path of the store's files, up to their endings.
@@ -94,6 +94,7 @@ class SlotStore(Backend):
         self._opening = threading.Lock()
         self._open: _Open | None = None
         self._size = 0
+        self._expected = 0  # bytes of the longest body that was said to come
         self._orphans: list[Slots] = []  # taken, and then the lock could not be had to give them back
         self._counts = {"too_large": 0, "io_errors": 0}
         with self._clear_errors():
@@ -232,7 +233,7 @@ class SlotStore(Backend):
                 if read_geometry(table) is None:
                     if longest_body is None:
                         return
-                    self._divide(table, SlotGeometry.of(self._size, longest_body))
+                    self._divide(table, SlotGeometry.of(self._size, max(longest_body, self._expected)))
             finally:
                 os.close(table)
             self._open = self._open_store()
@@ -242,6 +243,7 @@ class SlotStore(Backend):
     def expect(self, body_bytes: int) -> None:
         """Refuse bodies that are longer than a slot, or than the whole store."""
         with self._calls, self._clear_errors():
+            self._expected = max(body_bytes, self._expected)
             store = self._store()
             if store is None:
                 if SlotGeometry.of(self._size, body_bytes).slots < 1:
