@@ -67,7 +67,7 @@ def _kv_argument(model: Any) -> str:
 def _logits(model: Any, tokens: Sequence[int], kv: Any, kv_argument: str) -> torch.Tensor:
     """Compute `tokens`, which follow those that `kv` holds and are added to it; returns the logits of the
     token that comes next."""
-    ids = torch.tensor([tokens], device=model.device)
+    ids = torch.tensor(np.asarray(tokens, np.int64)[None], device=model.device)
     with torch.no_grad():
         out = model(ids, use_cache=True, logits_to_keep=1, **{kv_argument: kv})
     logits: torch.Tensor = out.logits[0, -1].float()
