@@ -18,6 +18,7 @@ Exit status: 0 if all are equal; 1, with one line that says what is not, if they
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import multiprocessing
@@ -39,6 +40,7 @@ from unified_cache.demo.model import HEAD_DIM, KV_HEADS, VOCABULARY, ModelSize, 
 from unified_cache.demo.workload import NEAR_TIE
 from unified_cache.engines.transformers import PagedModel, generate_uncached
 from unified_cache.pools.device import MhaDevicePool
+from unified_cache.storage.urls import StorageUrl, backend_class
 
 PAGE_SIZE = 16
 MODEL = ModelSize(layers=4, hidden=256, intermediate=704)
@@ -94,13 +96,14 @@ class Prefilled:
     """What prefill tells the router: the answer's first token. The KV is in the store.
 
     Attributes:
-        stored: everything was stored in time.
+        settled: nothing was on its way to the store any more. What could not be stored is not there; decode
+            computes it.
         digests: of the prompt's whole pages.
     """
 
     token: int
     admitted: Admitted
-    stored: bool
+    settled: bool
     digests: list[str]
 
 
@@ -248,10 +251,10 @@ class PrefillEngine(Engine):
         except BaseException:
             request.abort()  # whatever has happened, its pages and locks are given back
             raise
-        # 7. Decode can find in the store only what is there. This engine has nothing else to do meanwhile;
-        #    a busy one goes on with its loop, which ticks, and tells the router later.
-        stored = self.cache.flush(STORE_SECONDS)
-        return Prefilled(token, admitted, stored, digests)
+        # 7. Decode finds in the store what is there when it asks, so this waits until nothing is under way.
+        #    A busy engine, for which that never comes, answers at once and goes on with its loop: docs/pd.md.
+        settled = self.cache.flush(STORE_SECONDS)
+        return Prefilled(token, admitted, settled, digests)
 
 
 @dataclass
@@ -490,7 +493,7 @@ class Process:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if error[0] is None:
+            if error[0] is None and self.process.is_alive():
                 self.call("close")
                 self.process.join(REPLY_SECONDS)
         finally:
@@ -560,16 +563,18 @@ def run(storage: str, seed: int) -> None:
     """
     begun = time.perf_counter()
     torch.set_num_threads(1)
-    reference = Reference(seed)
-    system = reference.text(SYSTEM)
-    talks = {name: reference.conversation(system) for name in "ABC"}
-    pages = decode_pages([talks["A"], talks["B"]])
     prefill = Settings(storage, f"pd-example-{uuid.uuid4().hex}", seed, device_pages=128)
-    with (
-        Process("prefill 1", "prefill", prefill) as first,
-        Process("prefill 2", "prefill", prefill) as second,
-        Process("decode", "decode", dataclasses.replace(prefill, device_pages=pages)) as decode,
-    ):
+    with contextlib.ExitStack() as processes:
+        first, second = (
+            processes.enter_context(Process(name, "prefill", prefill)) for name in ("prefill 1", "prefill 2")
+        )
+        reference = Reference(seed)
+        system = reference.text(SYSTEM)
+        talks = {name: reference.conversation(system) for name in "ABC"}
+        pages = decode_pages([talks["A"], talks["B"]])
+        decode = processes.enter_context(
+            Process("decode", "decode", dataclasses.replace(prefill, device_pages=pages))
+        )
         for process in (first, second, decode):
             error = process.receive()[1]
             require(not error, f"{process.name}: {error}")
@@ -620,7 +625,7 @@ def _prefill(
     """Have a prompt computed, check it, print its row; `digests` has the pages of prompts by name."""
     done: Prefilled = process.call("prefill", prompt)
     require(done.token == token, f"{process.name}, {name}: token {done.token}, without a cache it is {token}")
-    require(done.stored, f"{process.name}, {name}: not stored within {STORE_SECONDS:.0f} s")
+    require(done.settled, f"{process.name}, {name}: not stored within {STORE_SECONDS:.0f} s")
     _check_hits(process.name, name, done.admitted, digests)
     digests[name] = done.digests
     print(_row(process.name, f"{name}, {turn}", done.admitted, "token, bytes"))
@@ -676,6 +681,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of weights and prompts (default: %(default)s)")
     given = parser.parse_args(arguments)
     try:
+        if given.storage is not None:
+            backend_class(StorageUrl.parse(given.storage).scheme)  # said at once, before anything is started
         with tempfile.TemporaryDirectory(prefix="unified-cache-pd-") as folder:
             run(given.storage or f"file://{folder}/store?size=64MB", given.seed)
     except (DifferenceError, ProcessError, UnifiedCacheError, OSError) as error:

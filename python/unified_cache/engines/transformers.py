@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ except ImportError as error:
     ) from None
 
 __all__ = ["Generation", "PagedModel", "PagedRunner", "generate_uncached"]
+
+_Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 @dataclass
@@ -64,7 +66,7 @@ def _kv_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _logits(model: Any, tokens: Sequence[int], kv: Any, kv_argument: str) -> torch.Tensor:
+def _logits(model: Any, tokens: _Tokens, kv: Any, kv_argument: str) -> torch.Tensor:
     """Compute `tokens`, which follow those that `kv` holds and are added to it; returns the logits of the
     token that comes next."""
     ids = torch.tensor(np.asarray(tokens, np.int64)[None], device=model.device)
@@ -151,7 +153,7 @@ class PagedModel:
         self._pool = pool
         self._argument = _kv_argument(model)
 
-    def compute(self, tokens: Sequence[int], pages: Pages, start: int) -> int:
+    def compute(self, tokens: _Tokens, pages: Pages, start: int) -> int:
         """Compute tokens at the positions from `start` on; returns the token that comes next, greedily.
 
         Reads the keys and values of all tokens before them from `pages`, and writes theirs there.
