@@ -207,6 +207,29 @@ def test_a_request_comes_back_as_it_was(field: Field) -> None:
     assert any(off.tokens % pd.PAGE_SIZE for off in found["B"].retractions)
 
 
+# Decode asks before prefill has stored anything
+
+
+def test_decode_may_ask_again(field: Field) -> None:
+    prompt = [*field.talks["A"].prompt, *range(3 * pd.PAGE_SIZE)]
+    known = len(field.talks["A"].prompt) // pd.PAGE_SIZE * pd.PAGE_SIZE
+    engine = pd.DecodeEngine(field.settings)
+    try:
+        early = engine.cache.begin([*prompt, 1])
+        assert early.wait_prefetch() == known
+        early.abort()
+        done = field.prefill.call("prefill", prompt)
+        later = engine.cache.begin([*prompt, done.token])
+        # What the first attempt has read is still there; only what has come since is read.
+        assert later.host_hit_length == known
+        assert later.wait_prefetch() == len(prompt) // pd.PAGE_SIZE * pd.PAGE_SIZE - known
+        engine.admit(later)
+        assert engine.digests(later, later.device_length) == done.digests
+        later.finish()
+    finally:
+        engine.close()
+
+
 # A decode process that is killed
 
 
