@@ -431,7 +431,8 @@ def serve(kind: str, settings: Settings, router: Connection) -> None:
             except UnifiedCacheError as error:
                 router.send(("error", f"{type(error).__name__}: {error}"))
             if name == "close":
-                break
+                return
+        engine.close()
     except (BrokenPipeError, KeyboardInterrupt):
         pass  # the router is gone
 
@@ -550,8 +551,7 @@ def decode_pages(conversations: Sequence[Conversation], system: int = SYSTEM) ->
     begins = [
         len(conversation.prompt) // PAGE_SIZE + 1 - system // PAGE_SIZE for conversation in conversations
     ]
-    answers = -(-len(conversations[0].answer) // PAGE_SIZE)
-    return system // PAGE_SIZE + sum(begins) + answers
+    return system // PAGE_SIZE + sum(begins) + 2  # each of them grows by more than two
 
 
 def run(storage: str, seed: int) -> None:
