@@ -80,13 +80,13 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_bytes_are_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_nothing(self: engine.PagedRunner, kv: Any, pages: Any, length: int) -> None:
+    def read_nothing(self: engine.PagedModel, kv: Any, pages: Any, length: int) -> None:
         if length:
             zeros = torch.zeros(1, self._pool.heads, length, self._pool.head_dim)
             for layer in range(self._pool.layers):
                 kv.update(zeros, zeros, layer)
 
-    monkeypatch.setattr(engine.PagedRunner, "_read", read_nothing)
+    monkeypatch.setattr(engine.PagedModel, "read", read_nothing)
     assert main([*SMALLEST, "--json", "--out", str(tmp_path / "figure.png")]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["all_equal"] is False
