@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["Processes", "processes", "stop_here", "threads_and_descriptors"]
 
-PATIENCE = 120.0  # seconds, on a machine that has much else to do
+PATIENCE = 300.0  # seconds, on a machine that has much else to do
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pytest", "torch", "torch.distributed"])
