@@ -40,6 +40,9 @@ from unified_cache.errors import (
     LockError,
     MissingDependencyError,
     PoisonedError,
+    RankError,
+    RankLostError,
+    RanksDifferError,
     StorageError,
     TraceError,
     UnifiedCacheError,
@@ -49,6 +52,8 @@ from unified_cache.errors import (
 if TYPE_CHECKING:
     from unified_cache.cache import UnifiedCache
     from unified_cache.config import CacheConfig
+    from unified_cache.ranks.group import Ranks
+    from unified_cache.ranks.layout import RankLayout
     from unified_cache.request import Request
 
 __all__ = [
@@ -76,6 +81,11 @@ __all__ = [
     "Pin",
     "PoisonedError",
     "PrefixTree",
+    "RankError",
+    "RankLayout",
+    "RankLostError",
+    "Ranks",
+    "RanksDifferError",
     "Request",
     "StorageError",
     "TraceError",
@@ -91,6 +101,8 @@ __version__: str = _native.__version__
 # Loaded when they are first asked for, so that whoever only wants the tree pays for nothing else.
 _LAZY = {
     "CacheConfig": "unified_cache.config",
+    "RankLayout": "unified_cache.ranks.layout",
+    "Ranks": "unified_cache.ranks.group",
     "Request": "unified_cache.request",
     "UnifiedCache": "unified_cache.cache",
 }
