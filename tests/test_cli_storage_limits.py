@@ -14,8 +14,8 @@ import pytest
 
 from tests.storage.support import Pages, keys, make_guard
 from unified_cache.cli import main
-from unified_cache.cli.limited import LimitedBackend, NotInTimeError, is_held_up
-from unified_cache.errors import StorageError
+from unified_cache.cli.limited import LimitedBackend, is_held_up
+from unified_cache.errors import StorageError, StorageTimeoutError
 from unified_cache.storage.backends.memory import Fault, MemoryBackend
 from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.probe import probe
@@ -159,7 +159,7 @@ def test_after_a_call_that_hangs_no_other_is_made(url: str) -> None:
         probe(backend, page_bytes=512, pages=4, batch=1, threads=2, deadline=TIMEOUT)
     assert inner.calls["delete"] == 0
     for call in (backend.stats, backend.clear, lambda: list(backend.keys())):
-        with pytest.raises(NotInTimeError, match=r"storage here: 'get' has not ended within 0\.1 s"):
+        with pytest.raises(StorageTimeoutError, match=r"storage here: 'get' has not ended within 0\.1 s"):
             call()
     backend.close()
 

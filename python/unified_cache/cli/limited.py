@@ -13,21 +13,17 @@ from contextlib import suppress
 from itertools import islice
 from typing import ClassVar, TypeVar
 
-from unified_cache.errors import StorageError
+from unified_cache.errors import StorageTimeoutError
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.guard import GRACE
 
-__all__ = ["LimitedBackend", "NotInTimeError", "is_held_up"]
+__all__ = ["LimitedBackend", "is_held_up"]
 
 _CALLS = "unified-cache storage command"
 _HELD_UP = f"{_CALLS}, held up"
 _KEYS = 1024  # that are asked for in one call
 
 _T = TypeVar("_T")
-
-
-class NotInTimeError(StorageError, TimeoutError):
-    """A call has not ended within its limit."""
 
 
 def is_held_up() -> bool:
@@ -58,7 +54,7 @@ class LimitedBackend(Backend):
             up by itself says better than this what was wrong.
 
     Raises:
-        NotInTimeError: it could not be opened in time. So does every call.
+        StorageTimeoutError: it could not be opened in time. So does every call.
         StorageError: what the backend says.
     """
 
@@ -67,7 +63,7 @@ class LimitedBackend(Backend):
     def __init__(self, open_backend: Callable[[], Backend], what: str, deadline: float) -> None:
         self._what = what
         self._deadline = deadline
-        self._late: NotInTimeError | None = None
+        self._late: StorageTimeoutError | None = None
         # To start one for each call would cost more than many calls do.
         self._idle: list[_Calls] = []
         try:
@@ -111,7 +107,7 @@ class LimitedBackend(Backend):
         if errors:
             raise errors[0]
         if not waited_for:
-            self._late = late = NotInTimeError(
+            self._late = late = StorageTimeoutError(
                 f"storage {self._what}: {name!r} has not ended within {self._deadline:g} s: see whether it "
                 "is stuck, or give it more time with --timeout"
             )

@@ -64,8 +64,8 @@ _MOST_PAGES = 128  # in one native call
 _MOST_PACED_PAGES = 32  # in one that waits on TCP connections
 # A write that returned 0 may have met another one of the same key: so long that one may take to end.
 _OTHER_WRITER_SECONDS = 0.25
-# So long a close, and the end of the process, wait for a sign that the client can go; then, for its going, which
-# takes one second, or two with a segment. And so often it is asked whether it can.
+# So long a close, and the end of the process, wait for a sign that the client can go; then, for its going,
+# which takes one second, or two with a segment. And so often it is asked whether it can.
 _CLOSE_SECONDS, _LEAVE_SECONDS = 1.5, 2.9
 _GONE_SECONDS = 3.0
 _ASK_SECONDS = 1.0
@@ -806,7 +806,9 @@ class MooncakeBackend(Backend):
         self._begin_close()
         with self._state:
             self._state.wait_for(lambda: self._calls == 0)
-            self._wait_until_gone(_CLOSE_SECONDS)
+            gone = self._wait_until_gone(_CLOSE_SECONDS)
+        if gone:
+            self._end.close()
 
     def _begin_close(self) -> None:
         self._closing.set()
@@ -846,7 +848,6 @@ class MooncakeBackend(Backend):
             _log.exception("the mooncake client of %s could not be closed", self._settings.master)
         self._registered.clear()
         _open.discard(self)
-        self._end.close()
         self._enter("gone")
 
     def _can_go(self) -> bool:
