@@ -707,7 +707,7 @@ class Driver:
         results = self.do(
             f"evict_host({num_pages})",
             lambda i, t: t.evict_host(num_pages),
-            lambda i, h: page_list(h.host_pages),
+            lambda i, h: (page_list(h.host_pages), list(h.gone)),
         )
         assert results is not None
         self.free_host += results[0].host_pages
