@@ -164,7 +164,7 @@ class HostEvicted:
     def gone(self) -> list[tuple[int, int, int]]:
         """(node, heir, pages) of each node that lost its host copy or the tail of it, in order.
 
-        The heir is the node at whose end the lost pages began: its parent, or its own head, which has a new id.
+        The heir is the node at whose end the lost pages began: its parent, or its own head under a new id.
         """
 
 @final

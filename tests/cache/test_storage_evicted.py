@@ -1,4 +1,4 @@
-"""What waits for storage while the host lets go of it, and what storage has more of than the host has room for."""
+"""What waits for storage while the host lets go of it, and a hit that the host has no room for."""
 
 from __future__ import annotations
 
