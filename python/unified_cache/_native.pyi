@@ -160,6 +160,12 @@ class HostEvicted:
     @property
     def host_pages(self) -> _Pages:
         """Host pages that are free now, in the order of the victims."""
+    @property
+    def gone(self) -> list[tuple[int, int, int]]:
+        """(node, heir, pages) of each node that lost its host copy or the tail of it, in order.
+
+        The heir is the node at whose end the lost pages began: its parent, or its own head under a new id.
+        """
 
 @final
 class BackupPlan:
@@ -708,6 +714,12 @@ class PrefixTree:
         """
     def host_nodes(self) -> list[int]:
         """The nodes whose host copy is complete, ancestors first."""
+    def page_counts(self, nodes: Sequence[int]) -> list[int]:
+        """How many pages of its own each of the nodes has.
+
+        Raises:
+            UnknownNodeError: one of them is no node.
+        """
     def page_hashes(self, node: int) -> npt.NDArray[np.uint8]:
         """The digests of the node's own pages, uint8 (pages, 32).
 

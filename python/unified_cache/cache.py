@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from unified_cache._native import (
         Cleared,
+        HostEvicted,
         Inserted,
         LockReceipt,
         Match,
@@ -176,6 +177,7 @@ class UnifiedCache:
             alone=alone,
         )
         self._controller.held_elsewhere = self._held_by_storage
+        self._controller.host_evicted = self._host_evicted
         self._parts = Parts(
             self.tree,
             self._device_pages,
@@ -895,6 +897,10 @@ class UnifiedCache:
             raise
         self._controller.start_load(plan, pages, priority=priority)
         return tokens
+
+    def _host_evicted(self, evicted: HostEvicted) -> None:
+        if self._storage is not None:
+            self._storage.host_evicted(evicted)
 
     def _backed_up(self, nodes: list[int]) -> None:
         if self._storage is not None:

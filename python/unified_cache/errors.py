@@ -19,6 +19,7 @@ __all__ = [
     "RankLostError",
     "RanksDifferError",
     "StorageError",
+    "StorageTimeoutError",
     "TraceError",
     "UnifiedCacheError",
     "UnknownNodeError",
@@ -101,6 +102,10 @@ class StorageError(UnifiedCacheError, OSError):
     def __str__(self) -> str:
         # OSError shows its arguments in its own way once there are two of them.
         return str(self.args[0]) if self.args else ""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """A storage has not answered within the time limit."""
 
 
 class MissingDependencyError(UnifiedCacheError, ImportError):

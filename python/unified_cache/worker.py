@@ -61,16 +61,22 @@ def _stop_all() -> None:
 
 
 class Worker:
-    """One daemon thread with a queue of jobs. A job reports its own errors; it must not raise."""
+    """One daemon thread with a queue of jobs. A job reports its own errors; it must not raise.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        awaited: the end of the process waits a little for the job that runs.
+    """
+
+    def __init__(self, name: str, *, awaited: bool = True) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         # Runs at close or when the worker is forgotten; at the end of the process there is `_stop_all`.
         self._finalizer = weakref.finalize(self, _stop, self._jobs, thread)
         self._finalizer.atexit = False
         thread.start()
-        _workers[thread] = self._jobs
+        if awaited:
+            _workers[thread] = self._jobs
 
     def submit(self, job: _Job) -> None:
         """Run `job` after those before it."""

@@ -39,6 +39,6 @@ pub use hash::{Digest, event_hash, namespace_seed, page_hashes};
 pub use namespace::Namespace;
 pub use tokens::Tokens;
 pub use tree::{
-    Ack, AckKind, BackupDone, BackupPlan, Evicted, HostInserted, HostLockReceipt, InsertArgs, InsertHostArgs,
-    Inserted, LoadBackPlan, LockReceipt, Match, NodeInfo, PageRuns, Pin, Tree,
+    Ack, AckKind, BackupDone, BackupPlan, Evicted, Gone, HostEvicted, HostInserted, HostLockReceipt,
+    InsertArgs, InsertHostArgs, Inserted, LoadBackPlan, LockReceipt, Match, NodeInfo, PageRuns, Pin, Tree,
 };

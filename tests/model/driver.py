@@ -223,75 +223,127 @@ def run(
     return None
 
 
+# In the order in which they are tried: pools in which the same is met after fewer calls come first.
+_SIMPLER_SETTINGS: list[dict[str, Any]] = [
+    *({"device_pages": pages} for pages in (1, 2, 4, 8, 16)),
+    *({"host_pages": pages} for pages in (1, 2, 4, 8, 16)),
+    {"page_size": 1},
+    {"page_size": 2},
+    {"bigram": False},
+    {"big_tokens": False},
+    {"replica": False},
+    {"events": False},
+    {"event_capacity": 65536},
+    {"take_each": True},
+    {"pin_capacity": None},
+    {"host_order": "copies_first"},
+    {"policy_options": ()},
+    {"eviction_policy": "lru", "policy_options": ()},
+]
+_SIZES = ("page_size", "device_pages", "host_pages")
+# Two calls at a time are left out of scripts up to this length: what one makes another one may use up.
+_MOST_IN_PAIRS = 24
+
+
 def shrink(
     script: Script, config: Config, factory: Factory = production_factory, *, limit: int = 1500
 ) -> Failure | None:
     """Delta debugging: the shortest failing script found in `limit` runs, with all checks after each call."""
-    runs = 0
     every = 1 if run(script, config, factory, every=1) is not None else 10
-
-    def fails(calls: Script) -> Failure | None:
-        nonlocal runs
-        runs += 1
-        return run(calls, config, factory, every=every) if runs <= limit else None
-
-    best = fails(script)
-    if best is None:
+    shrinker = _Shrinker(factory, every, limit)
+    if not shrinker.fails(script, config):
         return None
-    script = script[: best.step + 1]
-    simpler_settings: list[dict[str, Any]] = [
-        {"page_size": 1},
-        {"page_size": 2},
-        {"bigram": False},
-        {"big_tokens": False},
-        {"replica": False},
-        {"events": False},
-        {"event_capacity": 65536},
-        {"take_each": True},
-        {"pin_capacity": None},
-        {"host_order": "copies_first"},
-        {"policy_options": ()},
-        {"eviction_policy": "lru", "policy_options": ()},
-    ]
-    for settings in simpler_settings:
-        before = config
-        config = replace(config, **settings)
-        failure = fails(script) if config != before and config.page_size <= before.page_size else None
-        if failure is None:
-            config = before
-        else:
-            best, script = failure, script[: failure.step + 1]
-    parts = 2
-    while len(script) > 1:
-        size = max(1, len(script) // parts)
-        for start in range(0, len(script), size):
-            shorter = script[:start] + script[start + size :]
-            failure = fails(shorter)
-            if failure is not None:
-                best, script = failure, shorter[: failure.step + 1]
+    shrinker.shrink()
+    return shrinker.best
+
+
+class _Shrinker:
+    """The shortest failing script so far, and what can be tried on it.
+
+    Calls name live things by a number, so without one call the later ones may mean others. That is met by trying
+    each call with simpler numbers, and by leaving out two calls where leaving out one does not do.
+    """
+
+    def __init__(self, factory: Factory, every: int, limit: int) -> None:
+        self._factory, self._every, self._left = factory, every, limit
+        self._tried: set[tuple[Config, tuple[Call, ...]]] = set()
+        self.best: Failure | None = None
+
+    @property
+    def script(self) -> Script:
+        assert self.best is not None
+        return self.best.script
+
+    @property
+    def config(self) -> Config:
+        assert self.best is not None
+        return self.best.config
+
+    def fails(self, script: Script, config: Config | None = None) -> bool:
+        """Whether this fails: then it is the best, up to the call that fails."""
+        config = self.config if config is None else config
+        if self._left <= 0 or (config, tuple(script)) in self._tried:
+            return False
+        self._tried.add((config, tuple(script)))
+        self._left -= 1
+        failure = run(script, config, self._factory, every=self._every)
+        if failure is not None:
+            self.best = replace(failure, script=script[: failure.step + 1])
+        return failure is not None
+
+    def shrink(self) -> None:
+        while True:
+            before = self.script, self.config
+            self._simplify_settings()
+            self._leave_out_parts()
+            self._simplify_calls()
+            if (self.script, self.config) == before and not self._leave_out_pairs():
+                return
+
+    def _simplify_settings(self) -> None:
+        for settings in _SIMPLER_SETTINGS:
+            config = replace(self.config, **settings)
+            if all(getattr(config, size) <= getattr(self.config, size) for size in _SIZES):
+                self.fails(self.script, config)
+
+    def _leave_out_parts(self) -> None:
+        parts = 2
+        while len(self.script) > 1:
+            script = self.script
+            size = max(1, len(script) // parts)
+            if any(
+                self.fails(script[:start] + script[start + size :]) for start in range(0, len(script), size)
+            ):
                 parts = max(parts - 1, 2)
-                break
-        else:
-            if size == 1:
-                break
-            parts = min(parts * 2, len(script))
-    for at in range(len(script)):
-        # simpler numbers and keys, where the same last call still fails
-        op, number, symbols = script[at]
-        tries: Script = [(op, 0, ()), (op, 0, symbols)]
-        tries += [(op, number % 10**digits, symbols) for digits in (2, 4, 6, 8, 10, 12)]
-        for simpler in tries:
-            failure = fails([*script[:at], simpler, *script[at + 1 :]]) if simpler != script[at] else None
-            if failure is not None and failure.step == len(script) - 1:
-                best, script = failure, failure.script
-                break
-        op, number, symbols = script[at]
-        for length in range(len(symbols)):
-            failure = fails([*script[:at], (op, number, symbols[:length]), *script[at + 1 :]])
-            if failure is not None and failure.step == len(script) - 1:
-                best, script = failure, failure.script
-                break
-    return best
+            elif size == 1:
+                return
+            else:
+                parts = min(parts * 2, len(script))
+
+    def _leave_out_pairs(self) -> bool:
+        script = self.script
+        if len(script) > _MOST_IN_PAIRS:
+            return False
+        return any(
+            self.fails(script[:first] + script[first + 1 : second] + script[second + 1 :])
+            for second in range(len(script))
+            for first in range(second)
+        )
+
+    def _simplify_calls(self) -> None:
+        at = 0
+        while at < len(self.script):
+            op, number, symbols = self.script[at]
+            tries: Script = [(op, 0, ()), (op, 0, symbols)]
+            tries += [(op, number % 10**digits, symbols) for digits in (2, 4, 6, 8, 10, 12)]
+            any(self._replaced(at, simpler) for simpler in tries if simpler != (op, number, symbols))
+            if at < len(self.script):
+                op, number, symbols = self.script[at]
+                any(self._replaced(at, (op, number, symbols[:length])) for length in range(len(symbols)))
+            at += 1
+
+    def _replaced(self, at: int, call: Call) -> bool:
+        return self.fails([*self.script[:at], call, *self.script[at + 1 :]])
 
 
 def error_kind(error: BaseException) -> str:
@@ -707,7 +759,7 @@ class Driver:
         results = self.do(
             f"evict_host({num_pages})",
             lambda i, t: t.evict_host(num_pages),
-            lambda i, h: page_list(h.host_pages),
+            lambda i, h: (page_list(h.host_pages), list(h.gone)),
         )
         assert results is not None
         self.free_host += results[0].host_pages

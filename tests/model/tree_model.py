@@ -289,6 +289,7 @@ class Evicted:
 @dataclass
 class HostEvicted:
     host_pages: list[int] = field(default_factory=list)
+    gone: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -888,6 +889,8 @@ class ModelTree:
                 keep = self._pages(node) - (num_pages - len(out.host_pages))
                 if keep > 0:
                     self._cut(node, keep * self.page_size)
+            assert node.parent is not None
+            out.gone.append((node.id, node.parent.id, self._pages(node)))
             out.host_pages += self._drop_host_copy(node)
             if first is group3:
                 self._unlink(node)

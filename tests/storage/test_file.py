@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,7 @@ def test_slots_of_a_dead_process(store: FileBackend, folder: Path) -> None:
     put(store, range(4))
     dead = FileBackend(folder)
     assert dead._open is not None
-    with dead._open.index.locked():
+    with dead._open.index.locked(time.monotonic() + 60):
         taken = dead._open.index.take(8, True)
     assert len(taken) == 8
     assert put(store, range(20, 24)) == [HIT] * 4
@@ -239,7 +240,7 @@ def test_a_death_within_the_lock(store: FileBackend, folder: Path) -> None:
     index = store._open.index
 
     def die() -> None:
-        with index.locked():
+        with index.locked(time.monotonic() + 60):
             index._bucket_array[:] = 0  # halfway through something
             index._head[8] = 77
             raise ZeroDivisionError

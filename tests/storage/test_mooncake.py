@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -528,6 +529,72 @@ def test_close_waits_for_calls_that_run() -> None:
         with pytest.raises(ClosedError):
             caller.stop()
         assert caller.wrong == 0
+
+
+def test_a_master_that_hangs_holds_no_close_up() -> None:
+    # Closed by the client itself, with a segment, that would be 5 seconds or more in which no thread runs.
+    with Master("--client_ttl=60") as master, Owner(master) as _:
+        backend = opened(master, segment="64MiB")
+        memory = np.zeros(4096, np.uint8)
+        backend.register(memoryview(memory))
+        other = opened(master, force=1)
+        capacity = other.stats()["capacity_bytes"]
+        master.freeze()
+        started = time.monotonic()
+        backend.close()
+        backend.close()
+        assert time.monotonic() - started < 5
+        for call in (backend.stats, lambda: backend.exists([["a"]])):
+            with pytest.raises(ClosedError):
+                call()
+        assert backend._phase == "asking"
+        master.thaw()
+        wait_until(lambda: backend._phase == "gone", "the rest is done when it answers")
+        assert other.stats()["capacity_bytes"] == capacity - (64 << 20)
+        other.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "left open", "in a call"])
+def test_a_master_that_hangs_holds_no_process_up(how: str) -> None:
+    script = """
+        import sys, threading
+        from unified_cache.storage.backends.mooncake import MooncakeBackend
+        from unified_cache.storage.urls import StorageUrl
+
+        backend = MooncakeBackend.from_url(StorageUrl.parse(sys.argv[1]), 5.0)
+        print("open", flush=True)
+        sys.stdin.readline()
+        if sys.argv[2] == "closed":
+            backend.close()
+        if sys.argv[2] == "in a call":
+            thread = threading.Thread(target=backend.exists, args=([["a"]],), daemon=True)
+            thread.start()
+            while not backend._calls:
+                pass
+        sys.exit(3)
+        """
+    with Master() as master:
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), url(master, segment="64MiB"), how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "open\n"
+            master.freeze()
+            started = time.monotonic()
+            process.stdin.close()
+            # Left to the client it is 7 seconds, or an abort.
+            assert process.wait(30) == 3
+            assert time.monotonic() - started < 5
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def test_threads_and_descriptors_go_with_the_backend(servers: tuple[Master, Owner]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from unified_cache import __version__
 from unified_cache.cli import demo, doctor, replay, storage
+from unified_cache.cli.limited import is_held_up
 from unified_cache.errors import ArgumentError, UnifiedCacheError
 
 __all__ = ["main"]
@@ -46,7 +47,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return the exit status."""
+    """Run the command line `argv` and return the exit status.
+
+    Without one it runs the process's own; that process ends here if a storage holds one of its threads up.
+    """
+    status = _main(argv)
+    if argv is None and is_held_up():
+        # What waits for threads, or for what a client has in mind to do at the exit, may never end.
+        os._exit(status)
+    return status
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
         try:
             arguments = _parser().parse_args(argv)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from unified_cache.cli.limited import LimitedBackend
 from unified_cache.cli.progress import bar
 from unified_cache.errors import ArgumentError, StorageError
 from unified_cache.storage.contract import Backend, PageStatus
@@ -110,8 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _opened(arguments: argparse.Namespace) -> Iterator[Backend]:
-    backend = open_storage(arguments.url, arguments.timeout)
+def _opened(arguments: argparse.Namespace) -> Iterator[LimitedBackend]:
+    url, timeout = arguments.url, arguments.timeout
+    backend = LimitedBackend(lambda: open_storage(url, timeout), str(url), timeout)
     try:
         yield backend
     finally:
@@ -151,7 +153,7 @@ def _check(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
             deadline=arguments.timeout,
             progress=progress,
         )
-        durable, shared = backend.durable, backend.shared
+        durable, shared = backend.backend.durable, backend.backend.shared
     loading = next(one for one in measured if one.call == "get")
     tokens_per_second = arguments.page_tokens / loading.seconds_per_page
     report: dict[str, Any] = {

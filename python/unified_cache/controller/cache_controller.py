@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unified_cache._native import Ack, BackupPlan, LoadBackPlan, PrefixTree
+from unified_cache._native import Ack, BackupPlan, HostEvicted, LoadBackPlan, PrefixTree
 from unified_cache.controller.layer_done import LayerDoneCounter
 from unified_cache.controller.operations import CacheOperation, OperationQueue, Part, merge
 from unified_cache.counters import Counters
@@ -113,6 +113,7 @@ class CacheController:
         self._abandoned: dict[CacheOperation, tuple[int, int]] = {}
         # What copies from before a reset still touch.
         self._quarantine: dict[CopyHandle | CacheOperation, tuple[Pages, Pages]] = {}
+        self.host_evicted: Callable[[HostEvicted], None] = lambda evicted: None  # told what made room on host
         self.held_elsewhere: Callable[[], Pages] = lambda: _NO_PAGES  # host pages that storage still touches
         # Moments on the forward's stream, oldest first; those of before are over.
         self._marks: deque[tuple[int, Mark]] = deque()
@@ -357,10 +358,11 @@ class CacheController:
         short = pages - self._host.free_pages
         if short <= 0 or self._tree.evictable_host_pages(short) < short:
             return 0
-        freed = self._tree.evict_host(short).host_pages
-        self._host.free(freed)
-        self._counters.evicted_host_pages += len(freed)
-        return len(freed)
+        evicted = self._tree.evict_host(short)
+        self._host.free(evicted.host_pages)
+        self._counters.evicted_host_pages += len(evicted.host_pages)
+        self.host_evicted(evicted)
+        return len(evicted.host_pages)
 
     def alloc_host(self, pages: int) -> Pages:
         """Take host pages, evicting for what is short.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import PrefixTree
+from unified_cache._native import HostEvicted, PrefixTree
 from unified_cache.config import CacheConfig
 from unified_cache.controller.storage_operations import (
     ENDED,
@@ -118,6 +118,7 @@ class StorageLink:
         self._reads = StorageReads(
             tree, host, objects, self._reader, config, now, counters, rates, operations
         )
+        self._reads.host_evicted = self._writes.host_evicted
         self._operations = operations
         self._late: set[object] = set()
         self._read_threads = config.storage_read_threads
@@ -217,6 +218,10 @@ class StorageLink:
     def write_later(self, nodes: Sequence[int]) -> None:
         """The same, from the next tick on."""
         self._writes.want(nodes)
+
+    def host_evicted(self, evicted: HostEvicted) -> None:
+        """Nodes have left the host; some of them may wait to be written."""
+        self._writes.host_evicted(evicted)
 
     def retry(self, node: int) -> None:
         """Write what of the path to `node` could not be stored before."""

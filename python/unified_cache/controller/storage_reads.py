@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import HostLockReceipt, PrefixTree, page_hashes
+from unified_cache._native import HostEvicted, HostLockReceipt, PrefixTree, page_hashes
 from unified_cache.config import CacheConfig
 from unified_cache.controller.recompute import LoadOrRecompute
 from unified_cache.controller.storage_operations import (
@@ -175,6 +175,7 @@ class StorageReads:
         self._reading: dict[Prefetch, None] = {}
         self._readers: dict[str, Prefetch] = {}  # by the key of a page's first object
         self._groups = 1
+        self.host_evicted: Callable[[HostEvicted], None] = lambda evicted: None  # told what made room
 
     @property
     def waiting(self) -> bool:
@@ -291,18 +292,16 @@ class StorageReads:
             leader, head = reader, head + 1
         room = max(self._host.num_pages // 2 - sum(len(other.pages) for other in self._reading), 0)
         pages = min(found - head, room)
+        if (short := pages - self._host.free_pages) > 0:
+            pages -= short - self._tree.evictable_host_pages(short)
         if (head + pages) * page_size < prefetch.threshold or head + pages == 0:
             self._end(prefetch)
             return
-        short = pages - self._host.free_pages
-        if short > 0:
-            freed = self._tree.evict_host(short).host_pages
-            self._host.free(freed)
-            self._counters.evicted_host_pages += len(freed)
-        pages = min(pages, self._host.free_pages)
-        if head + pages == 0:
-            self._end(prefetch)
-            return
+        if (short := pages - self._host.free_pages) > 0:
+            evicted = self._tree.evict_host(short)
+            self._host.free(evicted.host_pages)
+            self._counters.evicted_host_pages += len(evicted.host_pages)
+            self.host_evicted(evicted)
         prefetch.phase, prefetch.head, prefetch.leader = "read", head, leader
         if not self._operations.alone:
             prefetch.agreed_read = 0

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import HostLockReceipt, PrefixTree
+from unified_cache._native import HostEvicted, HostLockReceipt, PrefixTree
 from unified_cache.controller.storage_operations import (
     ENDED,
     FINAL,
@@ -92,8 +92,16 @@ class StorageWrites:
 
     def want(self, nodes: Sequence[int]) -> None:
         """These nodes' pages are to be written when there is room for it among those being written."""
-        for node in nodes:
-            self.waiting[node] = self._tree.node_info(node).pages
+        # One question for all: after an attach these are all the nodes on host.
+        self.waiting.update(zip(nodes, self._tree.page_counts(nodes), strict=True))
+
+    def host_evicted(self, evicted: HostEvicted) -> None:
+        """Nodes have left the host: what is left of those that wait goes on waiting, under its heir."""
+        for node, heir, pages in evicted.gone if self.waiting else ():
+            left = self.waiting.pop(node, 0)
+            self._counters.storage_skipped_pages += min(left, pages)
+            if left > pages:
+                self.waiting[heir] = max(left - pages, self.waiting.get(heir, 0))
 
     def retry(self, node: int) -> None:
         """So is what of the path to `node` could not be stored before."""
@@ -122,7 +130,7 @@ class StorageWrites:
                 break
             given_up.append(node)
             count += pages
-            for part, _ in self._parts(node, pages) or ():
+            for part, _ in self._parts(node, pages):
                 self._remember(self._tree.page_hashes(part))
         for node in given_up:
             del self.waiting[node]
@@ -170,12 +178,13 @@ class StorageWrites:
                 break
             seen.append(node)
             parts = self._parts(node, pages)
-            if parts is None:
-                self._counters.storage_skipped_pages += pages
+            there = sum(len(host_pages) for _, host_pages in parts)
+            self._counters.storage_skipped_pages += pages - there
+            if not parts:
                 continue
-            self._writing_pages = writing
-            collected += pages
-            taken.nodes[node] = pages
+            self._writing_pages += there
+            collected += there
+            taken.nodes[node] = there
             for part, host_pages in parts:
                 # From now until the end of the job the pages stay where they are.
                 taken.locks.append(self._tree.inc_host_lock_ref(part))
@@ -185,22 +194,20 @@ class StorageWrites:
             del self.waiting[node]
         return taken
 
-    def _parts(self, node: int, pages: int) -> list[tuple[int, Pages]] | None:
-        """The nodes, ancestors first, that hold what `node` held when it had so many pages.
-
-        None if one of them has lost its host copy meanwhile, or is gone.
-        """
+    def _parts(self, node: int, pages: int) -> list[tuple[int, Pages]]:
+        """What is on host of what `node` held when it had so many pages: nodes, ancestors first."""
         parts: list[tuple[int, Pages]] = []
         while pages > 0:
             try:
                 info = self._tree.node_info(node)
             except UnknownNodeError:
-                return None
-            pending = info.pending is not None and info.pending.kind == "backup"
-            if info.host_pages is None or pending or info.parent is None:
-                return None
-            parts.append((node, info.host_pages))
+                break
+            if info.parent is None:
+                break
             pages -= info.pages
+            pending = info.pending is not None and info.pending.kind == "backup"
+            if info.host_pages is not None and not pending:
+                parts.append((node, info.host_pages))
             # A cut leaves the id with the lower part: the upper one is its parent.
             node = info.parent
         return parts[::-1]

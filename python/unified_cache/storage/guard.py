@@ -22,13 +22,13 @@ from unified_cache.storage.compression import NO_CODEC, Codec, codec_named, inst
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.page_format import HEADER_BYTES, check_objects, write_headers
 
-__all__ = ["StorageCounts", "StorageGuard"]
+__all__ = ["GRACE", "StorageCounts", "StorageGuard"]
 
 _T = TypeVar("_T")
 _Addresses = npt.NDArray[np.uint64]
 
 # A call that takes longer than its deadline by this much has ended too late, whatever it says.
-_GRACE = 1.2
+GRACE = 1.2
 # Memory that one thread takes for compressed pages, at most (or a page).
 _SCRATCH_BYTES = 32 << 20
 
@@ -239,7 +239,7 @@ class StorageGuard:
             self._close_backend()  # `close` has not waited for this call
 
     def _ended(self, call: _Call, *, failed: bool, timeout: bool) -> bool:
-        late = call.late or self._clock() - call.started > self._deadline * _GRACE
+        late = call.late or self._clock() - call.started > self._deadline * GRACE
         if call.late:
             pass  # `watch` has said so
         elif failed or late:
@@ -380,7 +380,7 @@ class StorageGuard:
 
     def watch(self) -> list[object]:
         """The owners of calls that have gone past their deadline since the last look."""
-        limit = self._clock() - self._deadline * _GRACE
+        limit = self._clock() - self._deadline * GRACE
         with self._lock:
             late = [call for call in self._running if not call.late and call.started < limit]
             for call in late:

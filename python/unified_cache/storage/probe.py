@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import statistics
 import time
@@ -103,8 +104,13 @@ def probe(
 
     def look_up(part: slice) -> None:
         found = guard.exists([keys[part]])
+        if found is None:
+            raise StorageError(
+                f"exists of {part.stop - part.start} pages was not answered: is its server running? "
+                "A larger --timeout gives it more time"
+            )
         if found != [part.stop - part.start]:
-            raise StorageError(f"of {part.stop - part.start} pages just stored {found} were found")
+            raise StorageError(f"of {part.stop - part.start} pages just stored {found[0]} were found")
 
     measured = []
     try:
@@ -113,9 +119,11 @@ def probe(
         measured.append(_measure("get", transfer(guard.get, read), parts, threads, page_bytes, progress))
         if not np.array_equal(written, read):
             raise StorageError("a page did not come back as it was stored, although its checksum fits")
-    finally:
-        deleted = _measure("delete", lambda part: _delete(backend, keys[part]), parts, 1, 0, progress)
-    return [*measured, deleted]
+    except BaseException:
+        with contextlib.suppress(StorageError):  # what went wrong first is what is of interest
+            backend.delete(keys)
+        raise
+    return [*measured, _measure("delete", lambda part: _delete(backend, keys[part]), parts, 1, 0, progress)]
 
 
 def _delete(backend: Backend, keys: Sequence[str]) -> None:

@@ -524,6 +524,10 @@ impl PrefixTree {
         self.run(py, true, |tree| tree.host_nodes())
     }
 
+    fn page_counts(&self, py: Python<'_>, nodes: NodeList) -> PyResult<Vec<usize>> {
+        self.try_run(py, nodes.0.len() >= LONG_NODES, |tree| tree.page_counts(&nodes.0))
+    }
+
     fn page_hashes<'py>(&self, py: Python<'py>, node: NodeArg) -> PyResult<Bound<'py, PyAny>> {
         digest_array(py, &self.try_run(py, true, |tree| tree.page_hashes(node.0))?)
     }

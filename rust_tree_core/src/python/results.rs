@@ -143,16 +143,20 @@ result_class!(BackupDone(crate::BackupDone) { nodes: Vec<NodeId> } pages { devic
 result_class!(HostInserted(crate::HostInserted) { node: NodeId, inserted_pages: usize } pages { duplicate_host_pages });
 
 #[pyclass(frozen, module = "unified_cache")]
-pub(super) struct HostEvicted(pub Vec<u32>);
+pub(super) struct HostEvicted(pub crate::HostEvicted);
 
 #[pymethods]
 impl HostEvicted {
     #[getter]
     fn host_pages<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        page_array(py, &self.0)
+        page_array(py, &self.0.host_pages)
+    }
+    #[getter]
+    fn gone(&self) -> Vec<(NodeId, NodeId, usize)> {
+        self.0.gone.iter().map(|gone| (gone.node, gone.heir, gone.pages)).collect()
     }
     fn __repr__(&self) -> String {
-        format!("HostEvicted(host_pages={:?})", self.0)
+        format!("HostEvicted(host_pages={:?}, gone={:?})", self.0.host_pages, self.gone())
     }
 }
 

@@ -86,7 +86,7 @@ impl Replay {
             return false; // nobody is evicted for what will not fit anyway
         }
         if count > self.host.room() {
-            let freed = self.tree.evict_host(count - self.host.room());
+            let freed = self.tree.evict_host(count - self.host.room()).host_pages;
             self.host.give(&freed);
             self.report.host_evicted += freed.len() as u64;
         }

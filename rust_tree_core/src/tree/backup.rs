@@ -357,7 +357,7 @@ mod tests {
         let node = tree.put(&keys(0..4), 0).node;
         let ack = tree.begin_backup(&[node], &[9, 8, 7, 6]).unwrap();
         assert_eq!((tree.protected_tokens(), tree.host_tokens(), tree.pending_host_tokens()), (4, 0, 4));
-        assert!(tree.evict(4, None).device_pages.is_empty() && tree.evict_host(4).is_empty());
+        assert!(tree.evict(4, None).device_pages.is_empty() && tree.evict_host(4).host_pages.is_empty());
         tree.sound();
         assert_eq!(tree.finish_backup(ack).unwrap().nodes, [node]);
         assert_eq!((tree.protected_tokens(), tree.host_tokens(), tree.pending_host_tokens()), (0, 4, 0));
@@ -385,7 +385,7 @@ mod tests {
         assert_eq!(tree.finish_backup(second).unwrap(), BackupDone::default());
         assert_eq!(tree.node_info(c).unwrap().pending, Some(first));
         assert_eq!((tree.host_tokens(), tree.pending_host_tokens()), (0, 6));
-        assert!(tree.evict_host(6).is_empty());
+        assert!(tree.evict_host(6).host_pages.is_empty());
         assert_eq!(tree.get(&keys(0..6)).host_hit_length, 2); // its bytes are there
         tree.sound();
         assert_eq!(tree.finish_backup(first).unwrap().nodes, [a, b, c]);

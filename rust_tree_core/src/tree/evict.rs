@@ -23,6 +23,26 @@ pub struct Evicted {
     pub dropped_tokens: u64,
 }
 
+/// What an eviction from the host did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostEvicted {
+    /// Host pages that are free now, in order of the victims.
+    pub host_pages: Vec<u32>,
+    /// The victims.
+    pub gone: Vec<Gone>,
+}
+
+/// A node that lost its host copy, or the tail of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone {
+    /// Its id, which names nothing any more if that was the last copy.
+    pub node: NodeId,
+    /// The node at whose end the lost pages began: its parent, or its own head, which has a new id.
+    pub heir: NodeId,
+    /// How many pages it lost.
+    pub pages: usize,
+}
+
 impl Tree {
     /// Plans room for `num_pages` device pages, by the policy's order over the device leaves.
     ///
@@ -93,32 +113,35 @@ impl Tree {
         Ok(out)
     }
 
-    /// Frees at least `num_pages` host pages where that can be done, and returns them.
+    /// Frees at least `num_pages` host pages where that can be done.
     ///
     /// First copies of nodes that stay on device, then copies of device leaves, which may be evicted soon, then
     /// nodes that only the host holds (or these before all copies: `TreeConfig::host_order`); of the last of these
     /// only as much as is needed goes.
-    pub fn evict_host(&mut self, num_pages: usize) -> Vec<u32> {
-        let mut freed = Vec::new();
+    pub fn evict_host(&mut self, num_pages: usize) -> HostEvicted {
+        let (mut freed, mut gone) = (Vec::new(), Vec::new());
         while freed.len() < num_pages {
             self.settle_host_order();
             let Some(((group, _), slot)) = self.host_order.pop_first() else { break };
             self.nodes[slot as usize].flags &= !flag::IN_HOST_ORDER;
-            let pages = self.nodes[slot as usize].len as usize;
+            let (node, pages) = (self.nodes[slot as usize].id, self.nodes[slot as usize].len as usize);
             let needed = num_pages - freed.len();
             if group == self.host_leaves && pages > needed {
                 let keep = (pages - needed) as u32;
                 self.emit_removed(slot, keep, Tier::Host);
                 self.trim(slot, keep, Tier::Host, &mut freed);
+                gone.push(Gone { node, heir: self.nodes[slot as usize].id, pages: needed });
                 break;
             }
             self.emit_removed(slot, 0, Tier::Host);
             freed.extend_from_slice(&self.take_host_value(slot));
+            let parent = self.nodes[slot as usize].parent;
+            gone.push(Gone { node, heir: self.nodes[parent as usize].id, pages });
             if group == self.host_leaves {
                 self.remove(slot);
             }
         }
-        freed
+        HostEvicted { host_pages: freed, gone }
     }
 
     /// How many host pages `evict_host(limit)` would free, at most `limit`; nothing changes.
@@ -409,9 +432,9 @@ mod tests {
         let node = tree.put(&leaf(0, 2), 0).node;
         tree.backed_up(&[node], 0);
         let pin = tree.pin(node, None).unwrap();
-        assert!(tree.evict_host(2).is_empty());
+        assert!(tree.evict_host(2).host_pages.is_empty());
         tree.unpin(pin).unwrap();
-        assert_eq!(tree.evict_host(2).len(), 2);
+        assert_eq!(tree.evict_host(2).host_pages.len(), 2);
     }
 
     #[test]
@@ -441,11 +464,11 @@ mod tests {
         let mut lock = tree.inc_lock_ref(outer).unwrap();
         tree.evict(2, None); // `gone` leaves the device
         tree.dec_lock_ref(&mut lock).unwrap();
-        assert_eq!(tree.evict_host(1), [0, 1]); // stays on device, and is no leaf there
-        assert_eq!(tree.evict_host(1), [2, 3]); // a device leaf
-        assert_eq!(tree.evict_host(1), [5]); // only on host: no more than is needed
+        assert_eq!(tree.evict_host(1).host_pages, [0, 1]); // stays on device, and is no leaf there
+        assert_eq!(tree.evict_host(1).host_pages, [2, 3]); // a device leaf
+        assert_eq!(tree.evict_host(1).host_pages, [5]); // only on host: no more than is needed
         assert_eq!((tree.host_tokens(), tree.get(&leaf(50, 2)).host_hit_length), (1, 1));
-        assert_eq!(tree.evict_host(9).len(), 1);
+        assert_eq!(tree.evict_host(9).host_pages.len(), 1);
         tree.sound();
     }
 
@@ -461,14 +484,14 @@ mod tests {
         let outer = tree.put(&leaf(70, 4), 20).node;
         tree.backed_up(&[gone, lower, kept, inner, outer], 0);
         tree.evict(4, None); // `lower` and `gone`, the oldest, leave the device
-        assert_eq!(tree.evict_host(1), [3]); // only on host: no more than is needed
-        assert_eq!(tree.evict_host(3), [2, 0, 1]); // once a leaf has gone, the node above is one
+        assert_eq!(tree.evict_host(1).host_pages, [3]); // only on host: no more than is needed
+        assert_eq!(tree.evict_host(3).host_pages, [2, 0, 1]); // once a leaf has gone, the node above is one
         assert_eq!(tree.node_info(gone), Err(Error::UnknownNode(gone)));
-        assert_eq!(tree.evict_host(1), [4, 5]); // then copies, the least wanted of the device leaves first
-        assert_eq!(tree.evict_host(1), [8, 9]);
+        assert_eq!(tree.evict_host(1).host_pages, [4, 5]); // then copies, the least wanted of the device leaves first
+        assert_eq!(tree.evict_host(1).host_pages, [8, 9]);
         tree.sound();
         let mut lock = tree.inc_lock_ref(inner).unwrap();
-        assert_eq!((tree.evict_host(9), tree.host_tokens()), (vec![6, 7], 0));
+        assert_eq!((tree.evict_host(9).host_pages, tree.host_tokens()), (vec![6, 7], 0));
         tree.dec_lock_ref(&mut lock).unwrap();
         assert_eq!(tree.device_tokens(), 6);
         tree.sound();
@@ -508,9 +531,9 @@ mod tests {
         let inner = tree.put(&leaf(0, 2), 0).node;
         let outer = tree.put(&leaf(0, 4), 0).node;
         tree.backed_up(&[outer], 0);
-        assert_eq!(tree.evict_host(1), [2, 3]);
+        assert_eq!(tree.evict_host(1).host_pages, [2, 3]);
         tree.sound();
-        assert_eq!(tree.evict_host(1), [0, 1]);
+        assert_eq!(tree.evict_host(1).host_pages, [0, 1]);
         assert_eq!(tree.node_info(inner).unwrap().host_pages, None);
         assert_eq!(tree.get(&leaf(0, 4)).device_length, 4);
         tree.sound();
@@ -522,7 +545,7 @@ mod tests {
         let foretold = tree.evictable_host_pages(limit);
         assert_eq!(tree.digest(), digest);
         tree.sound();
-        let freed = tree.evict_host(limit).len();
+        let freed = tree.evict_host(limit).host_pages.len();
         tree.sound();
         (foretold, freed)
     }

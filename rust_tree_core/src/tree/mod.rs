@@ -26,7 +26,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use backup::{BackupDone, BackupPlan};
-pub use evict::Evicted;
+pub use evict::{Evicted, Gone, HostEvicted};
 pub use host::{HostInserted, InsertHostArgs};
 pub use insert::{InsertArgs, Inserted};
 pub use load_back::LoadBackPlan;
@@ -362,6 +362,11 @@ impl Tree {
             self.live_slots().filter(|&slot| self.nodes[slot as usize].published()).collect();
         self.sort_by_depth(&mut slots);
         slots.into_iter().map(|slot| self.nodes[slot as usize].id).collect()
+    }
+
+    /// How many pages of its own each of the nodes has.
+    pub fn page_counts(&self, nodes: &[NodeId]) -> Result<Vec<usize>> {
+        nodes.iter().map(|&id| Ok(self.nodes[self.slot(id)? as usize].len as usize)).collect()
     }
 
     /// Digests of a node's own pages.

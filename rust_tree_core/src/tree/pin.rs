@@ -115,10 +115,10 @@ mod tests {
         assert_eq!(tree.evict(4, None).write_back_nodes, [node]);
         tree.backed_up(&[node], 0);
         assert_eq!((tree.device_tokens(), tree.host_tokens()), (0, 4));
-        assert!(tree.evict_host(4).is_empty());
+        assert!(tree.evict_host(4).host_pages.is_empty());
         assert_eq!((tree.expire_pins(4.9), tree.expire_pins(5.0), tree.pinned_tokens()), (0, 1, 0));
         assert!(matches!(tree.unpin(pin), Err(Error::Lock(_))));
-        assert_eq!(tree.evict_host(4).len(), 4);
+        assert_eq!(tree.evict_host(4).host_pages.len(), 4);
         tree.sound();
     }
 

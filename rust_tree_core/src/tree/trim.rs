@@ -61,8 +61,8 @@ impl Tree {
 
 #[cfg(test)]
 mod tests {
-    use crate::WritePolicy;
     use crate::tree::testing::{keys, tree};
+    use crate::{Gone, WritePolicy};
 
     #[test]
     fn a_node_emptied_from_its_tail_is_as_if_it_had_been_shorter() {
@@ -85,8 +85,11 @@ mod tests {
         let node = tree.put(&keys(0..8), 0).node;
         tree.backed_up(&[node], 10);
         tree.evict(8, None);
-        assert_eq!(tree.evict_host(6), [12, 13, 14, 15, 16, 17]);
+        let evicted = tree.evict_host(6);
+        assert_eq!(evicted.host_pages, [12, 13, 14, 15, 16, 17]);
         assert!(tree.node_info(node).is_err());
+        let heir = tree.get(&keys(0..8)).last_host_node;
+        assert_eq!(evicted.gone, [Gone { node, heir, pages: 6 }]);
         assert_eq!((tree.get(&keys(0..8)).host_hit_length, tree.host_tokens()), (2, 2));
         tree.sound();
     }

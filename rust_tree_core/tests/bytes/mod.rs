@@ -156,7 +156,7 @@ fn call(tree: &mut Tree, held: &mut Held, bytes: &mut Bytes<'_>, page_size: usiz
         }
         15 => {
             let pages = bytes.below(12);
-            assert_eq!(tree.evictable_host_pages(pages), tree.evict_host(pages).len().min(pages));
+            assert_eq!(tree.evictable_host_pages(pages), tree.evict_host(pages).host_pages.len().min(pages));
             true
         }
         16 => tree.drop_nodes(&bytes.nodes()).is_ok(),

@@ -7,6 +7,7 @@ something is done here, the comment says so.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import http.client
 import importlib
@@ -16,11 +17,12 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ import numpy.typing as npt
 from unified_cache.errors import ClosedError, StorageError
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.urls import StorageUrl
+from unified_cache.worker import Worker
 
 __all__ = ["MooncakeBackend", "MooncakeSettings", "client_environment"]
 
@@ -61,6 +64,11 @@ _MOST_PAGES = 128  # in one native call
 _MOST_PACED_PAGES = 32  # in one that waits on TCP connections
 # A write that returned 0 may have met another one of the same key: so long that one may take to end.
 _OTHER_WRITER_SECONDS = 0.25
+# So long a close, and the end of the process, wait for a sign that the client can go; then, for its going,
+# which takes one second, or two with a segment. And so often it is asked whether it can.
+_CLOSE_SECONDS, _LEAVE_SECONDS = 1.5, 2.9
+_GONE_SECONDS = 3.0
+_ASK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +254,18 @@ class MooncakeBackend(Backend):
         self._ranges: list[tuple[int, int]] = []
         self._allocated: list[tuple[Any, int]] = []  # allocator, address
         self._kept: list[npt.NDArray[np.uint8]] = []
+        self._registered: list[memoryview] = []
         self._pages, self._call_seconds = self._call_limits()
         # A transfer that failed after fewer seconds was not given up for want of progress.
         self._stall = 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
         self._reach()
         self._store = self._connect()
         self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
+        # Started now, since a process that ends starts no thread any more.
+        self._end = Worker("unified-cache mooncake end", awaited=False)
+        self._phase: Literal["open", "asking", "going", "gone", "left"] = "open"
+        self._leaving = False  # the process ends
+        _open.add(self)
         try:
             self._make_blocks()
         except BaseException:
@@ -389,6 +403,7 @@ class MooncakeBackend(Backend):
         with self._calling():
             if memory.nbytes and not self._settings.client:
                 self._register(_address_of(np.frombuffer(memory, np.uint8)), memory.nbytes)
+                self._registered.append(memory)  # it may have to outlive `close`
 
     # Calls
 
@@ -784,15 +799,105 @@ class MooncakeBackend(Backend):
         return text
 
     def close(self) -> None:
-        """Wait for calls that run, and leave the store; what is in a segment of this process goes with it."""
+        """Wait for calls that run, and leave the store; what is in a segment of this process goes with it.
+
+        If the store does not answer, the client stays until it does, and the memory that it knows too.
+        """
+        self._begin_close()
+        with self._state:
+            self._state.wait_for(lambda: self._calls == 0)
+            gone = self._wait_until_gone(_CLOSE_SECONDS)
+        if gone:
+            self._end.close()
+
+    def _begin_close(self) -> None:
         self._closing.set()
         with self._state:
             first = not self._closed
             self._closed = True
+        if first:
+            self._end.submit(self._finish)
+
+    def _wait_until_gone(self, seconds: float) -> bool:
+        # Somebody who is on his way out is not left alone.
+        self._state.wait_for(lambda: self._phase in ("going", "gone", "left"), max(0.0, seconds))
+        if self._phase == "going":
+            self._state.wait_for(lambda: self._phase == "gone", _GONE_SECONDS)
+        return self._phase == "gone"
+
+    def _enter(self, phase: Literal["asking", "going", "gone", "left"]) -> None:
+        with self._state:
+            self._phase = phase
+            self._state.notify_all()
+
+    def _finish(self) -> None:
+        """Close the client, on a thread of its own."""
+        with self._state:
             self._state.wait_for(lambda: self._calls == 0)
-        if not first:
-            return
-        self._drop()
+        self._enter("asking")
+        while not self._can_go():
+            with self._state:
+                left = self._state.wait_for(lambda: self._leaving, _ASK_SECONDS)
+            if left:
+                self._enter("left")
+                return
+        self._enter("going")
+        try:
+            self._drop()
+        except Exception:  # it is as gone as it can be
+            _log.exception("the mooncake client of %s could not be closed", self._settings.master)
+        self._registered.clear()
+        _open.discard(self)
+        self._enter("gone")
+
+    def _can_go(self) -> bool:
+        """Whether the client would be closed in a moment.
+
+        No other thread of Python runs meanwhile: for 5 to 11 seconds with a segment whose master hangs or is
+        gone, and for 30 and more with a `client` that hangs.
+        """
+        if not (self._settings.client or self._settings.segment_bytes):
+            return True
+        try:
+            self._reach()
+        except StorageError:
+            return bool(self._settings.client)  # it is not there, and nobody waits for it then
+        return self._store.is_exist("unified-cache") not in _UNREACHED
+
+    def _leave(self, end: float) -> bool:
+        """Close it until this time; False if the client is still there then.
+
+        It is not asked any more then: a thread that comes back from the client while Python ends is an abort.
+        """
+        self._begin_close()
+        with self._state:
+            self._leaving = True
+            self._state.notify_all()
+            if self._wait_until_gone(end - time.monotonic()):
+                return True
+        # Never deallocated: that would be the same wait again.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+        return False
+
+
+# Those whose client is there.
+_open: weakref.WeakSet[MooncakeBackend] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Close what nobody has closed, as far as there is time for it.
+
+    A client that is left over is torn down when the process exits, however long that takes, and aborts it
+    if a call runs. So that exit is cut short.
+    """
+    end = time.monotonic() + _LEAVE_SECONDS
+    left = [backend for backend in list(_open) if not backend._leave(end)]
+    if not left:
+        return
+    libc = ctypes.CDLL(None)
+    # Handlers run in reverse order, so none of the client's does; the status is the one that the process has.
+    libc.on_exit(libc._exit, None)
 
 
 def _step(batch: ObjectBatch) -> int:

@@ -15,15 +15,16 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
-from unified_cache.errors import ArgumentError, StorageError
+from unified_cache.errors import ArgumentError, StorageError, StorageTimeoutError
 from unified_cache.storage.backends.calls import RunningCalls
 from unified_cache.storage.backends.io_threads import IoThreads
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.urls import StorageUrl
+from unified_cache.worker import Worker
 
 __all__ = ["PagesBackend"]
 
@@ -41,6 +42,8 @@ _STALE_SECONDS = 3600.0
 _OPEN_FILES = 16
 # Over the limit, objects go until this part of it is left: looking for the oldest means to look at all.
 _KEPT = 0.9
+# Of the deadline: that calls wait for a clean-up from its begin on. What has no room then is FULL.
+_CLEANING = 0.5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 
 
@@ -71,6 +74,8 @@ class PagesBackend(Backend):
             by each process from what it finds when it opens the folder and at each clean-up, and what it
             writes itself meanwhile: several processes may be over it for a while.
         threads: that read and write files; 1: the caller's alone.
+        deadline: seconds that a call may take. Between two files a call that is past it goes no further.
+        clock: seconds; called from several threads.
 
     Raises:
         StorageError: the folder can not be made or written to.
@@ -78,12 +83,27 @@ class PagesBackend(Backend):
 
     scheme: ClassVar[str] = "pages"
 
-    def __init__(self, folder: str | os.PathLike[str], size: int | None = None, *, threads: int = 4) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        size: int | None = None,
+        *,
+        threads: int = 4,
+        deadline: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._root = os.path.abspath(folder)
         self._temporary = os.path.join(self._root, _TEMPORARY)
         self._limit = size
+        self._deadline = deadline
+        self._clock = clock
         self._used = 0
         self._lock = threading.Lock()
+        self._cleaner: Worker | None = None
+        self._cleaning: threading.Event | None = None  # set when the clean-up that runs has ended
+        self._cleaning_since = 0.0
+        self._added = 0  # since the clean-up that runs has begun to look
+        self._closing = False
         self._counts = {"evicted": 0, "io_errors": 0}
         self._calls = RunningCalls(f"the storage pages:// at {self._root}")
         try:
@@ -106,7 +126,7 @@ class PagesBackend(Backend):
         """``pages:///folder?size=100GB&threads=4``, or a folder's path alone."""
         url.only("size", "threads")
         path = url.need_path() if url.given.startswith("pages:") else url.path
-        return cls(path, url.size("size"), threads=url.integer("threads", 4, 1, 256))
+        return cls(path, url.size("size"), threads=url.integer("threads", 4, 1, 256), deadline=deadline)
 
     def _sweep(self, limit: float) -> None:
         for entry in _entries(self._temporary, _TEMPORARY_NAME):
@@ -121,24 +141,38 @@ class PagesBackend(Backend):
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """For each run how many keys from the first on are stored."""
         with self._calls:
+            end = self._clock() + self._deadline
             try:
                 return [
-                    next((at for at, key in enumerate(run) if not _is_there(self._path(key))), len(run))
+                    next((at for at, key in enumerate(run) if not self._look(key, end)), len(run))
                     for run in runs
                 ]
+            except StorageTimeoutError:
+                raise
             except OSError as error:
                 raise StorageError(
                     f"storage pages:// at {self._root} can not be looked at ({error.strerror}): "
                     "see to its permissions and its disk"
                 ) from None
 
+    def _look(self, key: str, end: float) -> bool:
+        if self._clock() > end:
+            raise StorageTimeoutError(
+                f"storage pages:// at {self._root} was asked for more than it could look at in "
+                f"{self._deadline:g} s: take a faster disk, or allow more time"
+            )
+        return _is_there(self._path(key))
+
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
         """Read objects into the batch's memory."""
         with self._calls:
+            end = self._clock() + self._deadline
             paths = [self._path(key) for key in batch.keys]
-            return self._threads.run(lambda at: self._get(batch, at, paths[at]), range(len(batch)))
+            return self._threads.run(lambda at: self._get(batch, at, paths[at], end), range(len(batch)))
 
-    def _get(self, batch: ObjectBatch, at: int, path: str) -> PageStatus:
+    def _get(self, batch: ObjectBatch, at: int, path: str, end: float) -> PageStatus:
+        if self._clock() > end:
+            return PageStatus.TIMEOUT
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -171,19 +205,25 @@ class PagesBackend(Backend):
     def set(self, batch: ObjectBatch) -> list[PageStatus]:
         """Store objects from the batch's memory."""
         with self._calls:
+            end = self._clock() + self._deadline
             paths = [self._path(key) for key in batch.keys]
-            room = self._make_room(batch, paths)
+            room = self._make_room(batch, paths, end)
             parts = [range(at, min(at + _OPEN_FILES, len(batch))) for at in range(0, len(batch), _OPEN_FILES)]
-            results = self._threads.run(lambda part: self._set(batch, part, paths, room), parts)
+            results = self._threads.run(lambda part: self._set(batch, part, paths, room, end), parts)
             return [status for result in results for status in result]
 
-    def _set(self, batch: ObjectBatch, part: range, paths: list[str], room: _Room) -> list[PageStatus]:
+    def _set(
+        self, batch: ObjectBatch, part: range, paths: list[str], room: _Room, end: float
+    ) -> list[PageStatus]:
         statuses = [PageStatus.HIT] * len(part)
         written: dict[int, tuple[int, str]] = {}  # file and temporary path
         try:
             # First all writes, then all waits for the disk: it can take them together.
             for place, at in enumerate(part):
                 try:
+                    if self._clock() > end:
+                        statuses[place] = PageStatus.TIMEOUT
+                        continue
                     if _is_there(paths[at]):
                         continue
                     if not room.take(_bytes_of(batch, at)):
@@ -193,6 +233,9 @@ class PagesBackend(Backend):
                 except OSError as error:
                     statuses[place] = self._failed(error)
             for place, (file, temporary) in written.items():
+                if self._clock() > end:
+                    statuses[place] = PageStatus.TIMEOUT
+                    continue
                 try:
                     os.fsync(file)
                     self._publish(temporary, paths[part[place]])
@@ -261,25 +304,65 @@ class PagesBackend(Backend):
     def _add(self, count: int) -> None:
         with self._lock:
             self._used += count
+            self._added += count
 
-    def _make_room(self, batch: ObjectBatch, paths: list[str]) -> _Room:
-        """Remove what was not read for longest, if the batch would go over the limit."""
+    def _make_room(self, batch: ObjectBatch, paths: list[str], end: float) -> _Room:
+        """Have removed what was not read for longest, if the batch would go over the limit."""
         if self._limit is None:
             return _Room(None)
-        needed = sum(_bytes_of(batch, at) for at, path in enumerate(paths) if not os.path.exists(path))
+        needed = 0
+        for at, path in enumerate(paths):
+            if self._clock() > end:
+                break
+            needed += 0 if os.path.exists(path) else _bytes_of(batch, at)
         with self._lock:
-            if self._used + needed > self._limit:
-                files = sorted(self._files())
-                self._used = sum(size for _, size, _ in files)
-                goal = max(0, int(self._limit * _KEPT) - needed)
-                for _, size, path in files:
-                    if self._used <= goal:
-                        break
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
+            ended = self._begin_clean_up(needed) if self._used + needed > self._limit else None
+            waits = self._cleaning_since + self._deadline * _CLEANING - self._clock()
+        if ended is not None:
+            ended.wait(max(0.0, waits))
+        with self._lock:
+            return _Room(self._limit - self._used)
+
+    def _begin_clean_up(self, needed: int) -> threading.Event:
+        # It looks at every file of the folder, so it goes on when nobody has time for it any more.
+        if self._cleaning is None:
+            if self._cleaner is None:
+                self._cleaner = Worker("unified-cache pages clean-up")
+            self._cleaning, self._cleaning_since = threading.Event(), self._clock()
+            self._cleaner.submit(lambda: self._clean_up(needed))
+        return self._cleaning
+
+    def _clean_up(self, needed: int) -> None:
+        """Remove files until there is room for so many bytes and a tenth of the limit."""
+        assert self._limit is not None
+        try:
+            with self._lock:
+                self._added = 0
+            files = []
+            for file in self._files():
+                if self._closing:
+                    return
+                files.append(file)
+            files.sort()
+            goal = max(0, int(self._limit * _KEPT) - needed)
+            with self._lock:
+                # What was written meanwhile may have been seen as well: then a little more goes than has to.
+                self._used = sum(size for _, size, _ in files) + self._added
+            for _, size, path in files:
+                if self._used <= goal or self._closing:
+                    return
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                    with self._lock:
                         self._counts["evicted"] += 1
                         self._used -= size
-            return _Room(self._limit - self._used)
+        except OSError:
+            self._count("io_errors")
+        finally:
+            with self._lock:
+                ended, self._cleaning = self._cleaning, None
+            assert ended is not None
+            ended.set()
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """Time of the last use, bytes, path, of all objects."""
@@ -344,9 +427,12 @@ class PagesBackend(Backend):
             return {"objects": len(sizes), "bytes": sum(sizes), **limit, **self._counts}
 
     def close(self) -> None:
-        """Ends the threads; waits for calls that run."""
+        """Ends the threads; waits for calls that run, and not for a clean-up."""
         if self._calls.close():
+            self._closing = True
             self._threads.close()
+            if self._cleaner is not None:
+                self._cleaner.close()
 
 
 class _Room:

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = ["LockTimeoutError", "ProcessLocks"]
 
@@ -34,12 +34,22 @@ class ProcessLocks:
 
     Args:
         path: of the file, made if it is missing; its content does not matter.
+        clock: seconds.
+        sleep: waits so many seconds.
 
     Raises:
         OSError: it can not be opened, or the file system has no such locks.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.clock = clock
+        self._sleep = sleep
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # The lock of a file is not one between threads that use the same open file.
         self._threads = threading.Lock()
@@ -65,20 +75,19 @@ class ProcessLocks:
         return True
 
     @contextlib.contextmanager
-    def mutex(self, deadline: float) -> Iterator[None]:
+    def mutex(self, end: float) -> Iterator[None]:
         """Be the only one, among threads and processes.
 
         Raises:
-            LockTimeoutError: not within `deadline` seconds.
+            LockTimeoutError: not until `end`, by the clock.
         """
-        end = time.monotonic() + deadline
-        if not self._threads.acquire(timeout=deadline):
-            raise LockTimeoutError(f"{deadline:g} s")
+        if not self._threads.acquire(timeout=max(0.0, end - self.clock())):
+            raise LockTimeoutError
         try:
             while not self._lock(_MUTEX):
-                if time.monotonic() > end:
-                    raise LockTimeoutError(f"{deadline:g} s")
-                time.sleep(_POLL_SECONDS)
+                if self.clock() > end:
+                    raise LockTimeoutError
+                self._sleep(_POLL_SECONDS)
             try:
                 yield
             finally:

@@ -75,6 +75,7 @@ _HEAD_WORDS = BLOCK // 8
 
 SWEEP = 4096  # slots looked at in one step of the hand
 _MOST_REFERENCES = 3
+_NO_SLOTS = np.empty(0, np.int64)
 _LOAD_RECORDS = 8192  # at once when the index is built: they stay in the cache of the processor
 
 
@@ -175,13 +176,12 @@ def runs_of(slots: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, i
 
 
 class SlotIndex:
-    """Methods that are said to need the lock are called within ``with index.locked():``.
+    """Methods that are said to need the lock are called within ``with index.locked(end):``.
 
     Args:
         prefix: path of the files, up to their ``.table`` and ``.index``.
         table: the open table, of this geometry; it is closed with the index.
         locks: of the store; the caller holds the mutex.
-        deadline: seconds to wait for the lock.
         durable: whether the medium needs to be told to keep what was written.
     """
 
@@ -191,13 +191,11 @@ class SlotIndex:
         table: int,
         geometry: SlotGeometry,
         locks: ProcessLocks,
-        deadline: float,
         durable: bool,
     ) -> None:
         self.geometry = geometry
         self._table = table
         self._locks = locks
-        self._deadline = deadline
         self._durable = durable
         slots, buckets = geometry.slots, geometry.buckets
         length = os.fstat(table).st_size
@@ -254,13 +252,13 @@ class SlotIndex:
         del self._words, self._hashes, self._sizes, self._references, self._records
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, end: float) -> Iterator[None]:
         """Be the only one who changes the index.
 
         Raises:
-            LockTimeoutError: another process holds it for longer than the deadline.
+            LockTimeoutError: another process holds it until `end`, by the clock of the locks.
         """
-        with self._locks.mutex(self._deadline):
+        with self._locks.mutex(end):
             if self._head[_AT_BUSY]:  # a process has died here
                 self._build(from_table=False)
             self._head[_AT_BUSY] = 1
@@ -339,10 +337,15 @@ class SlotIndex:
 
     # Writing.
 
-    def take(self, count: int, evict: bool) -> npt.NDArray[np.int64]:
+    def take(self, count: int, evict: bool, keep: npt.NDArray[np.int64] = _NO_SLOTS) -> npt.NDArray[np.int64]:
         """Up to `count` slots to write to, free ones, then such whose objects go for them. Needs the lock.
 
         Before anything is written to them, `forget` must have been called.
+
+        Args:
+            count: how many.
+            evict: objects may go.
+            keep: but not those of these slots.
         """
         taken = [self._sweep(count, only_free=True)] if self._head[_AT_FREE] else []
         missing = count - sum(map(len, taken))
@@ -350,10 +353,12 @@ class SlotIndex:
             taken.append(self._sweep(missing, only_free=True))
             missing -= len(taken[-1])
         if missing and evict:
-            taken.append(self._sweep(missing, only_free=False))
+            taken.append(self._sweep(missing, only_free=False, keep=keep))
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
-    def _sweep(self, count: int, only_free: bool) -> npt.NDArray[np.int64]:
+    def _sweep(
+        self, count: int, only_free: bool, keep: npt.NDArray[np.int64] = _NO_SLOTS
+    ) -> npt.NDArray[np.int64]:
         """Slots that were free, or were not read for longest; they are this process's to write to now."""
         at_hand = _AT_FREE_HAND if only_free else _AT_HAND
         hand = self._head[at_hand] % self.geometry.slots
@@ -365,6 +370,7 @@ class SlotIndex:
             usable = states == _FREE
             if not only_free:
                 usable |= (states == _PUBLISHED) & (self._references[hand:end] == 0)
+                usable[keep[(keep >= hand) & (keep < end)] - hand] = False
             chosen = np.flatnonzero(usable)[:count]
             if len(chosen) == count:
                 end = hand + int(chosen[-1]) + 1
@@ -471,6 +477,11 @@ class SlotIndex:
             self._wipe(slots)
         self._mark(slots, _FREE)
         self._head[_AT_FREE] += len(slots)
+
+    def give_back_written(self, slots: npt.NDArray[np.int64]) -> None:
+        """Those that this instance has taken and not published are free. Needs the lock."""
+        ours = np.uint64(_WRITING | self._locks.owner << _OWNER_SHIFT)
+        self.give_back(slots[(self._words[slots] & (_STATE | _OWNER)) == ours])
 
     def delete(self, keys: Sequence[str]) -> int:
         """Forget objects, all of them before it says how many there were. Needs the lock.

@@ -37,6 +37,7 @@ __all__ = ["SlotStore"]
 # Bodies that one preadv takes: longer ones gain nothing, and threads that are done have nothing left to take.
 _JOINED_BYTES = 2 << 20
 _MOST_JOINED = 256  # the system takes 1024
+_LAST_PART = 0.1  # of the deadline
 _NO_STORE = "there is no store yet: add size=, bytes such as 100GB"
 
 Slots = npt.NDArray[np.int64]
@@ -66,7 +67,7 @@ class SlotStore(Backend):
         slot_bytes: the longest body, rounded up to 4096; None: of the store that is there, or see above.
         evict: make room by forgetting objects that were not read for long; else what does not fit is FULL.
         threads: that read and write bodies; 1: the caller's alone.
-        deadline: seconds that a call waits for a process that holds the store's lock.
+        deadline: seconds that a call waits, in all, for a process that holds the store's lock.
         durable: whether writes have to be told to reach the medium.
         open_medium: the medium for the path of the ``.data`` file.
 
@@ -101,16 +102,19 @@ class SlotStore(Backend):
             if size is None and not os.path.exists(f"{prefix}.table"):
                 raise StorageError(_NO_STORE)  # and leave no files where somebody only wanted to look
             os.makedirs(os.path.dirname(prefix), exist_ok=True)
-            locks = ProcessLocks(f"{prefix}.lock")
-        self._locks = locks
+            self._locks = locks = ProcessLocks(f"{prefix}.lock")
         try:
-            with self._clear_errors(), locks.mutex(deadline):
+            with self._clear_errors(), locks.mutex(self._end()):
                 self._attach(size, slot_bytes)
         except BaseException:
             self._close_store()
             locks.close()
             raise
         self._threads = IoThreads(threads, f"unified-cache {self.scheme}")
+
+    def _end(self) -> float:
+        """When a call that begins now has to have ended: it waits for the lock more than once."""
+        return self._locks.clock() + self._deadline
 
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -207,7 +211,7 @@ class SlotStore(Backend):
                 )
             medium = self._open_medium(f"{self._prefix}.data")
             try:
-                index = SlotIndex(self._prefix, table, geometry, self._locks, self._deadline, self._durable)
+                index = SlotIndex(self._prefix, table, geometry, self._locks, self._durable)
             except BaseException:
                 medium.close()
                 raise
@@ -216,18 +220,22 @@ class SlotStore(Backend):
             raise
         return _Open(index, medium)
 
-    def _store(self, longest_body: int | None = None) -> _Open | None:
+    def _store(self, end: float, longest_body: int | None = None) -> _Open | None:
         """Index and medium; None while nobody has stored anything. With a body's size they are made."""
         if self._open is None:
-            with self._opening:
-                self._make_store(longest_body)
+            if not self._opening.acquire(timeout=max(0.0, end - self._locks.clock())):
+                raise LockTimeoutError
+            try:
+                self._make_store(end, longest_body)
+            finally:
+                self._opening.release()
         return self._open
 
-    def _make_store(self, longest_body: int | None) -> None:
+    def _make_store(self, end: float, longest_body: int | None) -> None:
         nothing = longest_body is None and not os.path.getsize(f"{self._prefix}.table")
         if self._open is not None or nothing:
             return
-        with self._locks.mutex(self._deadline):
+        with self._locks.mutex(end):
             table = os.open(f"{self._prefix}.table", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if read_geometry(table) is None:
@@ -244,7 +252,7 @@ class SlotStore(Backend):
         """Refuse bodies that are longer than a slot, or than the whole store."""
         with self._calls, self._clear_errors():
             self._expected = max(body_bytes, self._expected)
-            store = self._store()
+            store = self._store(self._end())
             if store is None:
                 if SlotGeometry.of(self._size, body_bytes).slots < 1:
                     raise StorageError(
@@ -259,7 +267,7 @@ class SlotStore(Backend):
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """For each run how many keys from the first on are stored."""
         with self._calls, self._clear_errors():
-            store = self._store()
+            store = self._store(self._end())
             if store is None:
                 return [0] * len(runs)
             there = store.index.find([key for run in runs for key in run]).slots >= 0
@@ -274,7 +282,7 @@ class SlotStore(Backend):
         """Read objects into the batch's memory."""
         with self._calls, self._clear_errors():
             statuses = [PageStatus.MISS] * len(batch)
-            store = self._store()
+            store = self._store(self._end())
             if store is None or not len(batch):
                 return statuses
             index = store.index
@@ -351,26 +359,28 @@ class SlotStore(Backend):
         with self._calls, self._clear_errors():
             if not len(batch):
                 return []
+            end = self._end()
             try:
-                store = self._store(int(batch.body_sizes.max()))
+                store = self._store(end, int(batch.body_sizes.max()))
             except LockTimeoutError:
                 return [PageStatus.TIMEOUT] * len(batch)
             assert store is not None
             packed = pack_keys(batch.keys)
             statuses = [PageStatus.HIT] * len(batch)
             try:
-                with self._locked(store.index) as index:
+                with self._locked(store.index, end) as index:
                     found = index.find(batch.keys).slots
-                    index.touch(found[found >= 0])  # what is stored again is not what should go
+                    there = found[found >= 0]
+                    index.touch(there)  # what is stored again is not what should go
                     at = self._usable(batch, store, np.flatnonzero(found < 0), statuses)
-                    slots = index.take(len(at), self._evict)
+                    slots = index.take(len(at), self._evict, keep=there)
             except LockTimeoutError:
                 return [PageStatus.TIMEOUT] * len(batch)
             for i in at[len(slots) :].tolist():
                 statuses[i] = PageStatus.FULL
             if len(slots):
                 slots.sort()
-                self._fill(store, batch, packed, at[: len(slots)], slots, statuses)
+                self._fill(store, batch, packed, at[: len(slots)], slots, statuses, end)
             return statuses
 
     def _usable(
@@ -393,6 +403,7 @@ class SlotStore(Backend):
         at: npt.NDArray[np.int64],
         slots: Slots,
         statuses: list[PageStatus],
+        end: float,
     ) -> None:
         """Write objects to slots that are ours now; whatever happens they are published or given back."""
         written = np.zeros(len(slots), np.bool_)
@@ -412,8 +423,10 @@ class SlotStore(Backend):
             self._counts["io_errors"] += 1
             results = [PageStatus.ERROR] * len(slots)
         finally:
+            # A medium that took all the time there was leaves some for a lock that is held for microseconds.
+            end = max(end, self._locks.clock() + self._deadline * _LAST_PART)
             try:
-                with self._locked(store.index) as index:
+                with self._locked(store.index, end) as index:
                     index.give_back(slots[~written])
                     some = at[written]
                     sizes = batch.body_sizes[some] + np.uint64(batch.headers.shape[1])
@@ -421,29 +434,33 @@ class SlotStore(Backend):
             except LockTimeoutError:
                 self._orphans.append(slots)
                 results = [PageStatus.TIMEOUT] * len(slots)
+            except BaseException:
+                self._orphans.append(slots)
+                raise
         for i, result in zip(at.tolist(), results, strict=True):
             statuses[i] = result
 
     @contextlib.contextmanager
-    def _locked(self, index: SlotIndex) -> Iterator[SlotIndex]:
-        with index.locked():
+    def _locked(self, index: SlotIndex, end: float) -> Iterator[SlotIndex]:
+        with index.locked(end):
             while self._orphans:
-                index.give_back(self._orphans.pop())
+                index.give_back_written(self._orphans.pop())
             yield index
 
     def delete(self, keys: Sequence[str]) -> int:
         """Forget objects; returns how many were there."""
         with self._calls, self._clear_errors():
-            store = self._store()
+            end = self._end()
+            store = self._store(end)
             if store is None or not len(keys):
                 return 0
-            with self._locked(store.index) as index:
+            with self._locked(store.index, end) as index:
                 return index.delete(keys)
 
     def keys(self) -> Iterator[str]:
         """The keys of all objects."""
         with self._calls, self._clear_errors():
-            store = self._store()
+            store = self._store(self._end())
         return iter(()) if store is None else self._keys(store)
 
     def _keys(self, store: _Open) -> Iterator[str]:
@@ -455,15 +472,16 @@ class SlotStore(Backend):
     def clear(self) -> None:
         """Forget every object, and give back what processes that died had taken."""
         with self._calls, self._clear_errors():
-            store = self._store()
+            end = self._end()
+            store = self._store(end)
             if store is not None:
-                with self._locked(store.index) as index:
+                with self._locked(store.index, end) as index:
                     index.clear()
 
     def stats(self) -> dict[str, int]:
         """Objects, bytes (of headers and bodies), capacity, slots, what was evicted, how bytes go."""
         with self._calls, self._clear_errors():
-            store = self._store()
+            store = self._store(self._end())
             if store is None:
                 return {"objects": 0, "bytes": 0, "capacity_bytes": self._size, **self._counts}
             return {**store.index.stats(), **store.medium.stats(), **self._counts}
@@ -474,7 +492,7 @@ class SlotStore(Backend):
             return
         self._threads.close()
         if self._open is not None and self._orphans:
-            with contextlib.suppress(LockTimeoutError), self._locked(self._open.index):
+            with contextlib.suppress(LockTimeoutError), self._locked(self._open.index, self._end()):
                 pass
         self._close_store()
         self._locks.close()

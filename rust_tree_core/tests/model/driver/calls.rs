@@ -350,10 +350,10 @@ impl Driver<'_> {
         let pages = usize::from(pages);
         let foretold = self.tree.evictable_host_pages(pages);
         let got = self.tree.evict_host(pages);
-        equal("host pages foretold", &foretold, &got.len().min(pages))?;
+        equal("host pages foretold", &foretold, &got.host_pages.len().min(pages))?;
         let want = self.model.evict_host(pages);
-        equal("host pages evicted", &got, &want)?;
-        self.host.give(&want)?;
+        equal("evicted from host", &got, &want)?;
+        self.host.give(&want.host_pages)?;
         Ok(Effect::Changed)
     }
 

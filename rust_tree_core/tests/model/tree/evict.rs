@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use rust_tree_core::{HostOrder, NodeId, Tier};
+use rust_tree_core::{Gone, HostEvicted, HostOrder, NodeId, Tier};
 
 use super::{Faults, Kind, ModelTree, Node};
 
@@ -230,8 +230,8 @@ impl ModelTree {
         Ok(out)
     }
 
-    pub fn evict_host(&mut self, num_pages: usize) -> Vec<u32> {
-        let mut out = Vec::new();
+    pub fn evict_host(&mut self, num_pages: usize) -> HostEvicted {
+        let (mut out, mut gone) = (Vec::new(), Vec::new());
         while out.len() < num_pages {
             let groups = self.host_groups();
             let Some(id) = groups.into_iter().find_map(|group| self.smallest(group.into_iter())) else {
@@ -239,6 +239,7 @@ impl ModelTree {
             };
             if self.nodes[&id].on_device() {
                 self.emit_removed(Tier::Host, id);
+                gone.push(Gone { node: id, heir: self.nodes[&id].parent, pages: self.pages(id) });
                 out.extend(self.node(id).host.take().expect("a host copy"));
                 continue;
             }
@@ -249,14 +250,15 @@ impl ModelTree {
                 self.cut(id, self.nodes[&id].start + keep);
             }
             self.emit_removed(Tier::Host, id);
+            gone.push(Gone { node: id, heir: self.nodes[&id].parent, pages: self.pages(id) });
             let node = self.nodes.remove(&id).expect("a live node");
             out.extend(node.host.expect("a host copy"));
         }
-        out
+        HostEvicted { host_pages: out, gone }
     }
 
     pub fn evictable_host_pages(&self, limit: usize) -> usize {
-        self.clone().evict_host(limit).len().min(limit)
+        self.clone().evict_host(limit).host_pages.len().min(limit)
     }
 
     /// What may leave the host, in groups, the first of which goes first.
