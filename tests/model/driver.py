@@ -260,8 +260,8 @@ def shrink(
 class _Shrinker:
     """The shortest failing script so far, and what can be tried on it.
 
-    Calls name live things by a number, so without one call the later ones may mean others. That is met by trying
-    each call with simpler numbers, and by leaving out two calls where leaving out one does not do.
+    Calls name live things by a number, so without one call the later ones may mean others. That is met by
+    trying each call with simpler numbers, and by leaving out two calls where leaving out one does not do.
     """
 
     def __init__(self, factory: Factory, every: int, limit: int) -> None:

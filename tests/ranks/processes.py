@@ -74,9 +74,9 @@ class Processes:
             self.processes.append(process)
             self._reports.append(here)
 
-    def result(self, rank: int) -> Any:
-        """What the scenario returned there."""
-        if not wait([self._reports[rank]], PATIENCE):
+    def result(self, rank: int, patience: float = PATIENCE) -> Any:
+        """What the scenario returned there, within so many seconds."""
+        if not wait([self._reports[rank]], patience):
             raise TimeoutError(f"rank {rank} says nothing")
         how, what = self._reports[rank].recv()
         assert how == "returned", what
