@@ -65,7 +65,7 @@ class RankTicks:
         follow_seconds: as long may a later stage of a pipeline take for what the first has decided.
 
     Attributes:
-        now: seconds, by the slowest clock of all ranks, at the last tick.
+        now: seconds, by the slowest clock of all ranks, at the last tick or at the begin.
         attaching: a storage that is used as soon as all ranks can.
         attached: at the last tick all ranks could use the one that they had then.
     """
@@ -105,13 +105,21 @@ class RankTicks:
         return agreed
 
     def all_built(self) -> None:
-        """Wait until all ranks have made their caches.
+        """Wait until all ranks have made their caches, and set the clock.
 
         Raises:
             RankError: another rank could not.
         """
-        if not self._at_begin([1] * _BEGIN)[0]:
+        # Of several stages the first one's clock counts, as it does at every tick.
+        mine = self._microseconds if self._agreement.decides else 2**63 - 1
+        ok, agreed, *_ = self._at_begin([1, mine, 0, 0, 0])
+        if not ok:
             raise RankError("another rank could not make its cache, and says why there")
+        self.now = agreed / 1e6
+
+    @property
+    def _microseconds(self) -> int:
+        return int(self._clock() * 1e6)
 
     def refuse(self) -> None:
         """Tell the others that this rank can not make its cache."""
@@ -182,7 +190,7 @@ class RankTicks:
                 {
                     "ended_backups": backups,
                     "ended_loads": loads,
-                    "microseconds": int(self._clock() * 1e6),
+                    "microseconds": self._microseconds,
                     "can_read": 0 if storage is None else storage.can_read,
                     "can_write": 0 if storage is None else storage.can_write,
                     "load_back_threshold": load_back,

@@ -357,6 +357,24 @@ def test_clocks_that_are_apart() -> None:
     run_ranks(2, program)
 
 
+def test_what_begins_before_the_first_tick_has_its_time() -> None:
+    """A clock counts from when the machine started, and is far from 0."""
+
+    def program(agreement: Agreement) -> None:
+        clock = Clock()
+        clock.now = 1e6 + agreement.rank
+        cache = make_rank(agreement, clock=clock, storage=MemoryStore(), prefetch_threshold=0)
+        serve_rank(cache, toks(9))
+        cache.pin(toks(9), 5.0)
+        request = cache.begin(toks(21, 500))
+        cache.tick()
+        assert cache.tree.pinned_tokens == 8
+        assert not request.prefetch_done()
+        request.abort()
+
+    run_ranks(2, program)
+
+
 def test_what_one_rank_could_not_store_is_stored_again_by_all() -> None:
     def program(agreement: Agreement) -> None:
         store = MemoryStore()
