@@ -125,8 +125,8 @@ class StorageLink:
         self._write_threads = config.storage_write_threads
         # What jobs from before a reset still touch.
         self._quarantine: dict[Quarantine, None] = {}
-        # Nothing is known of the other ranks before they have told.
-        self.agreed_read = self.agreed_write = _CAN if operations.alone else _WAIT
+        # It is used when all ranks have opened it, so until the first tick says otherwise all can.
+        self.agreed_read = self.agreed_write = _CAN
         self.held_elsewhere: Callable[[], Pages] = lambda: _NO_PAGES  # by copies from before a reset
 
     @property
