@@ -292,6 +292,8 @@ def test_compressed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compression.CODECS, "squeeze", Squeeze)
     monkeypatch.setattr("unified_cache.storage.guard._SCRATCH_BYTES", 2 * BYTES)
     guard, counts = make_guard(store, compression="squeeze")
+    assert guard.set([], [], np.empty(0, np.uint64)) == []
+    assert counts.as_dict()["storage_failed_calls"] == 0
     pages = Pages(5)
     pages.data[1:4] = np.arange(3)[:, np.newaxis]
     assert guard.set(keys(5), pages.views, pages.addresses) == [HIT] * 5

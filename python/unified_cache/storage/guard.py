@@ -307,7 +307,7 @@ class StorageGuard:
         if self._codec is None:
             sizes = np.full(len(keys), page_bytes, np.uint64)
             return self._put(keys, bodies, addresses, sizes, [NO_CODEC] * len(keys))
-        step = max(_SCRATCH_BYTES // page_bytes, 1)
+        step = max(_SCRATCH_BYTES // max(page_bytes, 1), 1)
         scratch = np.empty((min(step, len(keys)), page_bytes), np.uint8)
         statuses: list[PageStatus] = []
         for start in range(0, len(keys), step):

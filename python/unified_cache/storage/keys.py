@@ -109,16 +109,17 @@ class KeySpace:
 
     Attributes:
         pools: as given.
+        endings: what stands behind a page's digest in the keys of its objects.
         groups: objects a page.
         written_groups: objects a page that this rank writes.
     """
 
     def __init__(self, pools: Iterable[PoolKeys]) -> None:
         self.pools = tuple(pools)
-        self._ends = _ends(self.pools)
-        self._written_ends = _ends([pool for pool in self.pools if pool.writes])
-        self.groups = len(self._ends)
-        self.written_groups = len(self._written_ends)
+        self.endings = _endings(self.pools)
+        self._written_endings = _endings([pool for pool in self.pools if pool.writes])
+        self.groups = len(self.endings)
+        self.written_groups = len(self._written_endings)
 
     @property
     def fingerprint(self) -> str:
@@ -128,14 +129,14 @@ class KeySpace:
 
     def keys(self, digests: npt.NDArray[np.uint8]) -> list[str]:
         """The keys of pages with these digests, uint8 (pages, 32): page by page, each with its objects."""
-        return _keys(digests, self._ends)
+        return _keys(digests, self.endings)
 
     def written_keys(self, digests: npt.NDArray[np.uint8]) -> list[str]:
         """Those of them that this rank writes."""
-        return _keys(digests, self._written_ends)
+        return _keys(digests, self._written_endings)
 
 
-def _ends(pools: Iterable[PoolKeys]) -> list[str]:
+def _endings(pools: Iterable[PoolKeys]) -> list[str]:
     return [
         f"-{pool.fingerprint}-{group:04x}"
         for pool in pools
@@ -143,10 +144,10 @@ def _ends(pools: Iterable[PoolKeys]) -> list[str]:
     ]
 
 
-def _keys(digests: npt.NDArray[np.uint8], ends: list[str]) -> list[str]:
+def _keys(digests: npt.NDArray[np.uint8], endings: list[str]) -> list[str]:
     whole = digests.tobytes().hex()
     pages = [whole[at : at + 64] for at in range(0, len(whole), 64)]
-    if len(ends) == 1:
-        end = ends[0]
-        return [page + end for page in pages]
-    return [page + end for page in pages for end in ends]
+    if len(endings) == 1:
+        ending = endings[0]
+        return [page + ending for page in pages]
+    return [page + ending for page in pages for ending in endings]
