@@ -144,7 +144,8 @@ def test_case_08_a_cut_while_it_is_written() -> None:
     scene = Scene(MemoryStore())
     tokens = toks(16)
     scene.compute(tokens)
-    scene.cache.flush(0.005)
+    while not scene.writes.jobs:
+        scene.cache.flush(0.005)
     assert len(scene.writes.jobs) == 1
     upper = scene.cache.match_prefix(tokens[:8]).last_host_node
     lower = scene.cache.match_prefix(tokens).last_host_node
