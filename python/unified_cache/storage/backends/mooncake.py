@@ -659,8 +659,8 @@ class MooncakeBackend(Backend):
     @contextmanager
     def _block(self, started: float) -> Iterator[_Block | None]:
         """Memory for a native call, once it is free; None if the call could not end in time any more."""
-        # The client's limits add up to less than the deadline. Of the fifth that a call may take beyond it half
-        # is for its turn, half for a machine that wakes it late.
+        # The client's limits add up to less than the deadline. Of the fifth that a call may take beyond it
+        # half is for its turn, half for a machine that wakes it late.
         latest = started + _TURN * self._deadline - self._call_seconds
         block = None
         try:
