@@ -76,6 +76,7 @@ class Call:
     """One call that a `Caller` made."""
 
     what: str
+    started: float
     seconds: float
     statuses: list[PageStatus] = field(default_factory=list)
     error: StorageError | None = None
@@ -124,7 +125,7 @@ class Caller(threading.Thread):
     def _call(self, what: str, memory: Memory, keys: Sequence[str]) -> Call:
         batch = memory.fill(keys) if what == "set" else None
         started = time.monotonic()
-        call = Call(what, 0.0)
+        call = Call(what, started, 0.0)
         try:
             if batch is not None:
                 call.statuses = self._backend.set(batch)

@@ -1,7 +1,7 @@
 """One flipped bit in each of many stored pages: never served, always counted, and no other page suffers.
 
 ``UNIFIED_CACHE_FLIP_PAGES=1000000`` says how many pages each store has to give out (a tenth for `pages`,
-whose pages are files); without it there are fewer, and the same code.
+whose pages are files), half of them flipped; without it there are fewer, and the same code.
 """
 
 from __future__ import annotations

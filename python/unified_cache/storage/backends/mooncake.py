@@ -56,6 +56,7 @@ _READ_STATUS = {
 }
 _WRITE_STATUS = {0: PageStatus.HIT, _NO_ROOM: PageStatus.FULL, _NO_REPLY: PageStatus.TIMEOUT}
 
+_TURN = 1.1  # of the deadline: when the last native call of a call has to end
 _LANES = 16  # connections to each owner of a segment; the most that the client allows
 _MASTER_PORT, _METRICS_PORT = 50051, 9003  # the master's own defaults
 _HEADER_BYTES = 1 << 20  # registered memory for the headers of one native call
@@ -658,8 +659,9 @@ class MooncakeBackend(Backend):
     @contextmanager
     def _block(self, started: float) -> Iterator[_Block | None]:
         """Memory for a native call, once it is free; None if the call could not end in time any more."""
-        # The client's limits add up to less than the deadline, and a fifth more is what may be left over.
-        latest = started + 1.2 * self._deadline - self._call_seconds
+        # The client's limits add up to less than the deadline. Of the fifth that a call may take beyond it
+        # half is for its turn, half for a machine that wakes it late.
+        latest = started + _TURN * self._deadline - self._call_seconds
         block = None
         try:
             wait = latest - time.monotonic()
