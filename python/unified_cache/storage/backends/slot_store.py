@@ -35,8 +35,10 @@ from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
 __all__ = ["SlotStore"]
 
-# Bodies that one preadv takes: longer ones gain nothing, and threads that are done have nothing left to take.
-_JOINED_BYTES = 2 << 20
+# Bodies that one preadv takes. Longer calls keep a disk busier: on a virtual one this is 0.96 of the best
+# plain preadv, half of it 0.94, twice as much 0.98. Shorter ones leave less to hash when the last bytes have
+# come, and something to take for threads that are done.
+_JOINED_BYTES = 4 << 20
 _MOST_JOINED = 256  # the system takes 1024
 _LAST_PART = 0.1  # of the deadline
 _NO_STORE = "there is no store yet: add size=, bytes such as 100GB"
