@@ -4,7 +4,9 @@
     python benches/storage_guard.py [URL ...]
 
 Both move the same objects, in turns; the cost is the median, over the turns, of the one's seconds by those of
-the other right before or after it. Transfers are warm: of a disk they come out of the host's cache where there
+the other right before or after it: first of the clock, then of the processor, of all threads together. Where
+others use the machine the clock says little of transfers at memory speed (who is interrupted once has taken twice
+as long), and the processor says it; of transfers that wait for a device the clock does. Transfers are warm: of a disk they come out of the host's cache where there
 is one. Writes are of keys that were deleted just before.
 """
 
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -58,16 +59,18 @@ def measure(url: str, size: int, pages: int, repeats: int) -> str:
         "set": {"guard": lambda: guard.set(keys, views, places), "alone": lambda: backend.set(batch())},
         "get": {"guard": lambda: guard.get(keys, views, places), "alone": lambda: backend.get(batch())},
     }
-    seconds: dict[str, dict[str, list[float]]] = {what: {who: [] for who in calls[what]} for what in calls}
+    seconds: dict[str, dict[str, list[np.ndarray]]] = {
+        what: {who: [] for who in calls[what]} for what in calls
+    }
     for repeat in range(repeats + 2):
         order = ("guard", "alone") if repeat % 2 else ("alone", "guard")
         for what in calls:
             for who in order:
                 if what == "set":
                     backend.delete(keys)
-                begun = time.perf_counter()
+                begun = np.array([time.perf_counter(), time.process_time()])
                 assert calls[what][who]() == stored
-                seconds[what][who].append(time.perf_counter() - begun)
+                seconds[what][who].append(np.array([time.perf_counter(), time.process_time()]) - begun)
             if what == "set" and order[-1] == "alone":  # whose headers have no checksums
                 backend.delete(keys)
                 assert guard.set(keys, views, places) == stored
@@ -76,8 +79,9 @@ def measure(url: str, size: int, pages: int, repeats: int) -> str:
     text = f"{(name := url.partition(':')[0]):>8} {pages:4} x {size >> 10:5} KiB"
     for what in ("get", "set"):
         with_guard, alone = (seconds[what][who][2:] for who in ("guard", "alone"))
-        cost = statistics.median(one / two - 1 for one, two in zip(with_guard, alone, strict=True))
-        text += f"  {what} {pages * size / 1e9 / statistics.median(alone):6.2f} GB/s +{100 * cost:5.1f} %"
+        costs = 100 * (np.median(np.divide(with_guard, alone), axis=0) - 1)
+        speed = pages * size / 1e9 / np.median(alone, axis=0)[0]
+        text += f"  {what} {speed:6.2f} GB/s +{costs[0]:6.1f} % cpu +{costs[1]:5.1f} %"
     return f"{text}   goal {GOALS.get(name, MEMORY_GOAL)} %  load {os.getloadavg()[0]:.1f}"
 
 
