@@ -3,12 +3,12 @@
 
     python benches/storage_guard.py [URL ...]
 
-Both move the same objects, in turns; the cost is the median, over the turns, of the one's seconds by those of
-the other right before or after it: first of the clock, then of the processor, of all threads together. Where
-others use the machine the clock says little of transfers at memory speed (a call that is interrupted takes twice
-as long), but the processor does; of transfers that wait for a device it is the other way round. Transfers are
-warm: of a disk they come out of the host's cache where there is one. Writes are of keys that were deleted just
-before.
+Both move the same objects, in turns; the cost is the median, over the turns, of the one's seconds by those
+of the other right before or after it: first of the clock, then of the processor, of all threads together.
+Where others use the machine the clock says little of transfers at memory speed (a call that is interrupted
+takes twice as long), but the processor does; of transfers that wait for a device it is the other way round.
+Transfers are warm: of a disk they come out of the host's cache where there is one. Writes are of keys that
+were deleted just before.
 """
 
 from __future__ import annotations
