@@ -1,85 +1,109 @@
-"""What headers, checksums and the guard cost, against the same transfer by the backend alone.
+#!/usr/bin/env python3
+"""What headers, checksums and the guard cost: the same transfer by the guard and by the backend alone.
 
     python benches/storage_guard.py [URL ...]
 
-Transfers are warm: of a disk they come out of the system's cache, so the cost is that at memory speed.
+Both move the same objects, in turns; the cost is the median, over the turns, of the one's seconds by those
+of the other right before or after it: first of the clock, then of the processor, of all threads together.
+Where others use the machine the clock says little of transfers at memory speed (a call that is interrupted
+takes twice as long), but the processor does; of transfers that wait for a device it is the other way round.
+Transfers are warm: of a disk they come out of the host's cache where there is one. Writes are of keys that
+were deleted just before.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import mmap
+import os
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from machine import machine
 
 from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.guard import StorageCounts, StorageGuard
-from unified_cache.storage.page_format import HEADER_BYTES, write_headers
+from unified_cache.storage.page_format import HEADER_BYTES
 from unified_cache.storage.urls import open_storage
 
-REPEATS = 15
+REPEATS = 31
+GOALS = {"file": 5, "pages": 5}  # per cent; others are at memory speed
+MEMORY_GOAL = 25
 
 
-def measure(url: str, size: int, pages: int) -> str:
+def measure(url: str, size: int, pages: int, repeats: int) -> str:
+    """A row: GB/s of the backend alone, and what the guard adds, in per cent."""
     backend = open_storage(url)
     guard = StorageGuard(
         backend, object_bytes=size, deadline=60, clock=time.monotonic, counts=StorageCounts()
     )
-    rows = np.random.default_rng(0).integers(0, 256, (pages, size), np.uint8)
+    # As in a host pool: at multiples of a page of memory.
+    rows = np.frombuffer(mmap.mmap(-1, pages * size), np.uint8).reshape(pages, size)
+    rows[:] = np.random.default_rng(0).integers(0, 256, (pages, size), np.uint8)
     guard.register(rows.data.cast("B"))
     views = [row.data for row in rows]
     places = (rows.ctypes.data + np.arange(pages) * size).astype(np.uint64)
     keys = [f"{at:064x}-{size:016x}-0000" for at in range(pages)]
-    headers = np.zeros((pages, HEADER_BYTES), np.uint8)
     sizes = np.full(pages, size, np.uint64)
+    stored = [PageStatus.HIT] * pages
 
     def batch() -> ObjectBatch:
+        headers = np.zeros((pages, HEADER_BYTES), np.uint8)
         return ObjectBatch(keys, headers, views, places, sizes, np.zeros(pages, np.uint64))
 
-    assert guard.set(keys, views, places) == [PageStatus.HIT] * pages
-    with_guard, alone, made, written = [], [], [], []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        assert guard.get(keys, views, places) == [PageStatus.HIT] * pages
-        middle = time.perf_counter()
-        backend.get(batch())
-        with_guard.append(middle - begun)
-        alone.append(time.perf_counter() - middle)
-    for _ in range(5):
-        begun = time.perf_counter()
-        write_headers(headers, keys, views, sizes.tolist(), size, [0] * pages)
-        made.append(time.perf_counter() - begun)
-        backend.delete(keys)
-        begun = time.perf_counter()
-        backend.set(batch())
-        written.append(time.perf_counter() - begun)
+    calls: dict[str, dict[str, Callable[[], list[PageStatus]]]] = {
+        "set": {"guard": lambda: guard.set(keys, views, places), "alone": lambda: backend.set(batch())},
+        "get": {"guard": lambda: guard.get(keys, views, places), "alone": lambda: backend.get(batch())},
+    }
+    seconds: dict[str, dict[str, list[np.ndarray]]] = {
+        what: {who: [] for who in calls[what]} for what in calls
+    }
+    for repeat in range(repeats + 2):
+        order = ("guard", "alone") if repeat % 2 else ("alone", "guard")
+        for what in calls:
+            for who in order:
+                if what == "set":
+                    backend.delete(keys)
+                begun = np.array([time.perf_counter(), time.process_time()])
+                assert calls[what][who]() == stored
+                seconds[what][who].append(np.array([time.perf_counter(), time.process_time()]) - begun)
+            if what == "set" and order[-1] == "alone":  # whose headers have no checksums
+                backend.delete(keys)
+                assert guard.set(keys, views, places) == stored
     backend.clear()
     backend.close()
-    read, raw = statistics.median(with_guard), statistics.median(alone)
-    header, write = statistics.median(made), statistics.median(written)
-    name, moved = url.partition(":")[0], pages * size / 1e9
-    return (
-        f"{name:>8} {pages:4} x {size >> 10:5} KiB  "
-        f"get {moved / raw:6.2f} GB/s +{100 * (read / raw - 1):5.1f} %  "
-        f"set {moved / write:6.2f} GB/s +{100 * header / write:5.1f} %"
-    )
+    text = f"{(name := url.partition(':')[0]):>8} {pages:4} x {size >> 10:5} KiB"
+    for what in ("get", "set"):
+        with_guard, alone = (seconds[what][who][2:] for who in ("guard", "alone"))
+        costs = 100 * (np.median(np.divide(with_guard, alone), axis=0) - 1)
+        speed = pages * size / 1e9 / np.median(alone, axis=0)[0]
+        text += f"  {what} {speed:6.2f} GB/s +{costs[0]:6.1f} % cpu +{costs[1]:5.1f} %"
+    return f"{text}   goal {GOALS.get(name, MEMORY_GOAL)} %  load {os.getloadavg()[0]:.1f}"
 
 
 def main() -> None:
+    """Print a row for each storage and size."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("urls", nargs="*", metavar="URL", help="(default: memory, shm, mmap, file, pages)")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"(default: {REPEATS})")
+    arguments = parser.parse_args()
+    print(f"# {' '.join(sys.argv)}\n# {machine()}")
     with tempfile.TemporaryDirectory() as folder:
-        urls = sys.argv[1:] or [
+        urls = arguments.urls or [
             f"memory://{uuid.uuid4().hex}",
             f"shm://bench-{uuid.uuid4().hex}?size=400MB",
             f"mmap://{folder}/m?size=400MB",
             f"file://{folder}/f?size=400MB",
+            f"pages://{folder}/p",
         ]
         for url in urls:
             for size, pages in ((1 << 20, 32), (1 << 20, 128), (256 << 10, 32), (256 << 10, 128)):
-                print(measure(url, size, pages), flush=True)
+                print(measure(url, size, pages, arguments.repeats), flush=True)
         for left in Path("/dev/shm").glob("unified-cache-bench-*"):
             left.unlink()  # what lies there outlives the process
 

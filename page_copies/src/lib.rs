@@ -4,6 +4,8 @@
 //! head that all its planes share ([`Geometry`]). A *run*, one head of one token, is contiguous everywhere. All
 //! layouts are of this form, so there is one copy, which looks for what both sides have in common ([`PageCopy`]).
 //!
+//! Bytes that are contiguous on both sides go by [`copy`], or by [`copy_seen`], which shows them on the way.
+//!
 //! The crate knows neither Python nor the tree. Everything that can be wrong is found before a byte moves.
 
 #![cfg_attr(not(test), warn(missing_docs))]
@@ -13,9 +15,11 @@ mod error;
 mod geometry;
 mod planes;
 mod route;
+mod seen;
 mod stores;
 
 pub use copy::PageCopy;
 pub use error::Error;
 pub use geometry::Geometry;
 pub use planes::Planes;
+pub use seen::{copy, copy_seen};

@@ -41,6 +41,7 @@ __all__ = [
     "Replay",
     "Stored",
     "__version__",
+    "copy_objects",
     "copy_pages",
     "object_checksums",
     "page_hashes",
@@ -920,6 +921,31 @@ def object_checksums(
 
     Raises:
         ArgumentError: not buffers of this kind, lists of different lengths, or more bytes than a buffer has.
+    """
+
+def copy_objects(
+    targets: Sequence[Buffer],
+    sources: Sequence[Buffer],
+    headers: Buffer | None = None,
+    covered: int = 0,
+) -> list[int]:
+    """Copy bodies of stored objects, and make the checksums of these objects in the same pass.
+
+    The checksums are of the bytes that the targets then have, whatever becomes of the sources meanwhile. The
+    interpreter's lock is not held; nobody may use the targets until it returns.
+
+    Args:
+        targets: writable C-contiguous bytes, one buffer for each object.
+        sources: C-contiguous bytes, as many in each as its target has, in memory of their own.
+        headers: C-contiguous bytes, as many for each object; None: no checksums.
+        covered: bytes at the front of each header that count.
+
+    Returns:
+        What `object_checksums` gives for these headers and the bodies as they were copied; without headers
+        nothing.
+
+    Raises:
+        ArgumentError: not buffers of this kind, or lists of different lengths. No byte was moved.
     """
 
 def page_hashes(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from unified_cache.storage.backends.file import FileBackend
@@ -128,6 +130,23 @@ class WritesPastTheEnd(MemoryBackend):
         return statuses
 
 
+class WrongChecksums(MemoryBackend):
+    makes_checksums: ClassVar[bool] = True
+
+    def get(self, batch: ObjectBatch) -> list[PageStatus]:
+        statuses = super().get(batch)
+        if batch.checksums is not None:
+            batch.checksums.values[-1] ^= np.uint64(1)
+        return statuses
+
+
+class NoChecksums(MemoryBackend):
+    makes_checksums: ClassVar[bool] = True
+
+    def set(self, batch: ObjectBatch) -> list[PageStatus]:
+        return super().set(replace(batch, checksums=None))
+
+
 class ForgetsItIsClosed(MemoryBackend):
     def stats(self) -> dict[str, int]:
         return {"objects": 0, "bytes": 0}
@@ -148,6 +167,8 @@ class LeavesFiles(MemoryBackend):
         (CutsLongObjects, "test_too_little_memory"),
         (KeepsMemory, "test_memory_is_the_callers_again"),
         (WritesPastTheEnd, "test_too_little_memory"),
+        (WrongChecksums, "test_checksums"),
+        (NoChecksums, "test_checksums"),
         (ForgetsItIsClosed, "test_calls_after_close"),
         (LeavesFiles, "test_nothing_is_left"),
     ],

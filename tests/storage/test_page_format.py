@@ -24,7 +24,8 @@ def make(keys=KEYS, sizes=None, codecs=(0, 0)):  # type: ignore[no-untyped-def]
     headers = np.empty((len(keys), HEADER_BYTES), np.uint8)
     bodies = [memoryview(bytearray(PAGE)) for _ in keys]
     sizes = [SIZE] * len(keys) if sizes is None else sizes
-    write_headers(headers, keys, bodies, sizes, SIZE, codecs)
+    checksums = write_headers(headers, keys, sizes, SIZE, codecs)
+    checksums.make(range(len(keys)), [body[:size] for body, size in zip(bodies, sizes, strict=True)])
     return headers, bodies, sizes
 
 

@@ -22,12 +22,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from unified_cache.errors import ClosedError
+from unified_cache.storage.checksums import Checksums
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
 __all__ = ["BackendConformance", "Memory", "content", "key"]
@@ -296,6 +298,37 @@ class BackendConformance:
         for at, size in enumerate(sizes):
             check(memory.holds(at, keys[at], size), f"wrong bytes for a body of {size}")
         memory.check_surroundings()
+        backend.close()
+
+    def test_checksums(self, tmp_path: Path) -> None:
+        """Those of the objects, in their headers when they are stored; for backends that make them."""
+        backend = self.open(tmp_path)
+        keys = [key(at) for at in range(12)]
+        sizes = [self.body_bytes - 4096 * (at % 3) - at for at in range(12)]
+        written = Memory(12, self.body_bytes)
+        batch = written.fill(keys, sizes)
+        covered = HEADER_BYTES - 8
+        places = written.headers[:, covered:].view(np.uint64)[:, 0]
+        places[:] = 0
+        if backend.makes_checksums:
+            equal(
+                backend.set(replace(batch, checksums=Checksums(batch.headers, covered, places))),
+                [HIT] * 12,
+                "set",
+            )
+            bodies = [body[:size] for body, size in zip(batch.bodies, sizes, strict=True)]
+            made = Checksums(batch.headers, covered, np.zeros(12, np.uint64))
+            made.make(range(12), bodies)
+            equal(places.tolist(), made.values.tolist(), "checksums in the headers")
+            self._settle()
+            asked = [key(99), *keys[::-1]]
+            read = Memory(13, self.body_bytes)
+            batch = read.batch(asked)
+            checksums = Checksums(batch.headers, covered, np.zeros(13, np.uint64))
+            equal(backend.get(replace(batch, checksums=checksums)), [MISS] + [HIT] * 12, "get")
+            check(np.array_equal(batch.headers[1:], written.headers[::-1]), "a header was stored without")
+            for at, value in enumerate(checksums.values.tolist()[1:]):
+                check(value in (0, int(places[11 - at])), f"the checksum of object {at} read is {value:x}")
         backend.close()
 
     def test_too_little_memory(self, tmp_path: Path) -> None:

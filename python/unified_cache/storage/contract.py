@@ -15,6 +15,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from unified_cache.storage.checksums import Checksums
+
 __all__ = ["Backend", "ObjectBatch", "PageStatus"]
 
 
@@ -46,6 +48,10 @@ class ObjectBatch:
         body_sizes: uint64 (objects,): set: bytes to store of each body. get: bytes that its memory has; an
             object with a shorter body is read as far as it goes.
         stored_sizes: uint64 (objects,): get: filled in by the backend, bytes of the body that were read.
+        checksums: of the objects; None but for backends that say `makes_checksums`. get: the backend may make
+            those of objects that are a HIT, of header and body as they then lie in the batch's memory; what
+            it does not make is made by the caller, from memory. set: it has to make that of each object that
+            it stores before it takes the object's header, where it goes.
     """
 
     keys: Sequence[str]
@@ -54,6 +60,7 @@ class ObjectBatch:
     body_addresses: npt.NDArray[np.uint64]
     body_sizes: npt.NDArray[np.uint64]
     stored_sizes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    checksums: Checksums | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -71,11 +78,23 @@ class Backend(ABC):
         scheme: of its URLs.
         durable: what was stored outlives the process.
         shared: other processes see it.
+        makes_checksums: `get` and `set` make the checksums of objects (`ObjectBatch.checksums`), for backends
+            that can do so while they copy the bytes, or while other threads wait for a device: that costs
+            less than before or after. It speaks for the class that says it: one that derives from it and has
+            a `get` or `set` of its own has to say it anew.
     """
 
     scheme: ClassVar[str]
     durable: ClassVar[bool] = True
     shared: ClassVar[bool] = True
+    makes_checksums: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Bytes that were changed behind a checksum would count as sound.
+        own = vars(cls)
+        if ("get" in own or "set" in own) and "makes_checksums" not in own:
+            cls.makes_checksums = False
 
     def register(self, memory: memoryview) -> None:  # noqa: B027
         """Bodies will lie in this memory: a host pool, each of them once, before the first get or set.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from unified_cache.errors import StorageError
 from unified_cache.storage.breaker import Breaker
 from unified_cache.storage.compression import NO_CODEC, Codec, codec_named, installed_codecs
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
-from unified_cache.storage.page_format import HEADER_BYTES, check_objects, write_headers
+from unified_cache.storage.page_format import HEADER_BYTES, check_objects, checksums_of, write_headers
 
 __all__ = ["GRACE", "StorageCounts", "StorageGuard"]
 
@@ -62,8 +62,8 @@ class StorageCounts:
     def statuses(self, call: str, statuses: Sequence[PageStatus]) -> None:
         """Count what became of the objects of a call."""
         with self._lock:
-            for status in statuses:
-                self._counts[f"storage_{call}_{status.value}"] += 1
+            for status in set(statuses):
+                self._counts[f"storage_{call}_{status.value}"] += statuses.count(status)
 
     def as_dict(self) -> dict[str, int]:
         """A copy."""
@@ -262,7 +262,8 @@ class StorageGuard:
         count, page_bytes = len(keys), _bytes_of(bodies)
         headers = np.zeros((count, HEADER_BYTES), np.uint8)
         sizes = np.full(count, page_bytes, np.uint64)
-        batch = ObjectBatch(keys, headers, bodies, addresses, sizes, np.zeros(count, np.uint64))
+        checksums = checksums_of(headers) if self.backend.makes_checksums else None
+        batch = ObjectBatch(keys, headers, bodies, addresses, sizes, np.zeros(count, np.uint64), checksums)
         statuses = self._checked(self.backend.get(batch), count)
         read = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         stored = batch.stored_sizes.tolist()
@@ -271,13 +272,15 @@ class StorageGuard:
                 statuses[at] = PageStatus.CORRUPT
         read = [at for at in read if statuses[at] is PageStatus.HIT]
         if read:
+            whole = len(read) == count
             checked = check_objects(
-                headers if len(read) == count else headers[read],
-                [keys[at] for at in read],
-                [bodies[at] for at in read],
-                [stored[at] for at in read],
+                headers if whole else headers[read],
+                keys if whole else [keys[at] for at in read],
+                bodies if whole else [bodies[at] for at in read],
+                stored if whole else [stored[at] for at in read],
                 page_bytes,
                 tuple(self._codecs),
+                checksums if whole or checksums is None else checksums.only(read),
             )
             total = 0
             for at, found in zip(read, checked, strict=True):
@@ -345,10 +348,13 @@ class StorageGuard:
     ) -> list[PageStatus]:
         headers, page_bytes = np.empty((len(keys), HEADER_BYTES), np.uint8), _bytes_of(bodies)
         stored = sizes.tolist()
-        write_headers(headers, keys, bodies, stored, page_bytes, codecs)
-        statuses = self._checked(
-            self.backend.set(ObjectBatch(keys, headers, bodies, addresses, sizes)), len(keys)
-        )
+        checksums = write_headers(headers, keys, stored, page_bytes, codecs)
+        batch = ObjectBatch(keys, headers, bodies, addresses, sizes)
+        if self.backend.makes_checksums:
+            batch = replace(batch, checksums=checksums)
+        else:
+            checksums.make(range(len(keys)), [body[:size] for body, size in zip(bodies, stored, strict=True)])
+        statuses = self._checked(self.backend.set(batch), len(keys))
         hits = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         self._counts.add("storage_stored_bytes", sum(stored[at] + HEADER_BYTES for at in hits))
         self._counts.add("storage_page_bytes", len(hits) * page_bytes)

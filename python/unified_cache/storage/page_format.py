@@ -20,13 +20,14 @@ offset  bytes  what
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import object_checksums
+from unified_cache.storage.checksums import Checksums
 from unified_cache.storage.contract import PageStatus
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "VERSION",
     "CheckedObject",
     "check_objects",
+    "checksums_of",
     "page_bytes_of",
     "write_headers",
 ]
@@ -53,6 +55,11 @@ _HEADER = np.dtype(
     }
 )
 _COVERED = 184  # bytes at the front of the header that the checksum covers
+_KEY_AT, _KEY_BYTES = 32, 152
+# The front, as in every header, and zeros: also where no field is.
+_SAME_IN_ALL = np.frombuffer(
+    struct.pack("<4sHHB", _MAGIC, VERSION, HEADER_BYTES, _XXH3).ljust(HEADER_BYTES, b"\0"), np.uint8
+)
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -76,33 +83,32 @@ class CheckedObject:
 def write_headers(
     headers: _Bytes,
     keys: Sequence[str],
-    bodies: Sequence[memoryview],
     stored_sizes: Sequence[int],
     page_bytes: int,
     codecs: Sequence[int],
-) -> None:
-    """Fill in the headers of objects.
+) -> Checksums:
+    """Fill in the headers of objects, but for their checksums, whose place is that of what is returned.
 
     Args:
         headers: uint8 (objects, `HEADER_BYTES`), written.
         keys: at most `MOST_KEY_BYTES` ASCII characters each.
-        bodies: as they are to be stored.
-        stored_sizes: bytes of each that are.
+        stored_sizes: bytes of each body as it is to be stored.
         page_bytes: bytes of each page.
         codecs: of each body.
     """
     rows = headers.view(_HEADER).reshape(-1)
-    headers[:] = 0
-    rows["magic"] = _MAGIC
-    rows["version"] = VERSION
-    rows["header"] = HEADER_BYTES
-    rows["sum_kind"] = _XXH3
+    headers[:] = _SAME_IN_ALL
     rows["codec"] = codecs
     rows["stored"] = stored_sizes
     rows["page"] = page_bytes
-    names = [_name(key) for key in keys]
-    rows["key"] = names
-    rows["sum"] = np.array(object_checksums(headers.data, _COVERED, bodies, stored_sizes), np.uint64)
+    names = b"".join([_name(key).ljust(_KEY_BYTES, b"\0") for key in keys])
+    headers[:, _KEY_AT : _KEY_AT + _KEY_BYTES] = np.frombuffer(names, np.uint8).reshape(-1, _KEY_BYTES)
+    return Checksums(headers, _COVERED, rows["sum"])
+
+
+def checksums_of(headers: _Bytes) -> Checksums:
+    """Checksums of objects that are about to be read; not one is made yet."""
+    return Checksums(headers, _COVERED, np.zeros(len(headers), np.uint64))
 
 
 def check_objects(
@@ -112,6 +118,7 @@ def check_objects(
     stored_sizes: Sequence[int],
     page_bytes: int,
     codecs: Sequence[int],
+    checksums: Checksums | None = None,
 ) -> list[CheckedObject]:
     """What was read under these keys: nothing of an object that is no HIT may be used.
 
@@ -122,41 +129,51 @@ def check_objects(
         stored_sizes: bytes of each that were read.
         page_bytes: bytes that each page must have.
         codecs: that this process can read.
+        checksums: of these headers, some of them made while they were read; what was not is made here.
     """
-    sums = object_checksums(headers.data, _COVERED, bodies, stored_sizes)
+    if checksums is None:
+        checksums = checksums_of(headers)
+    missing = np.flatnonzero(checksums.values == 0).tolist()
+    if missing:
+        checksums.make(missing, [bodies[at][: stored_sizes[at]] for at in missing])
     rows = headers.view(_HEADER).reshape(-1)
-    versions, kinds, found = rows["version"].tolist(), rows["sum_kind"].tolist(), rows["codec"].tolist()
-    # Of sound objects all these agree: then nothing has to be looked at one by one.
-    fields = zip(
-        rows["magic"].tolist(),
-        rows["header"].tolist(),
-        rows["stored"].tolist(),
-        rows["page"].tolist(),
-        rows["key"].tolist(),
-        rows["sum"].tolist(),
-        strict=True,
-    )
-    checked = []
-    for at, (magic, header, stored, page, name, checksum) in enumerate(fields):
-        version, kind, codec = versions[at], kinds[at], found[at]
-        if magic != _MAGIC:
-            checked.append(CheckedObject(PageStatus.CORRUPT, reason=f"magic {magic!r}"))
-        elif version != VERSION:
-            checked.append(CheckedObject(PageStatus.MISS, reason=f"version {version}"))
-        elif kind != _XXH3:
-            checked.append(CheckedObject(PageStatus.MISS, reason=f"checksum of kind {kind}"))
-        elif checksum != sums[at]:
-            checked.append(CheckedObject(PageStatus.CORRUPT, reason="checksum"))
-        elif header != HEADER_BYTES or stored != stored_sizes[at] or page != page_bytes:
-            sizes = f"{header} + {stored} bytes for a page of {page}"
-            checked.append(CheckedObject(PageStatus.CORRUPT, reason=sizes))
-        elif name != _name(keys[at]):
-            checked.append(CheckedObject(PageStatus.CORRUPT, reason=f"an object of another key, {name!r}"))
-        elif codec not in codecs:
-            checked.append(CheckedObject(PageStatus.MISS, reason=f"codec {codec}"))
-        else:
-            checked.append(CheckedObject(PageStatus.HIT, codec))
-    return checked
+    # Sound objects have the headers that would be written for them now: that is all to look at then.
+    found = rows["codec"].tolist()
+    expected = np.empty_like(headers)
+    write_headers(expected, keys, stored_sizes, page_bytes, found)
+    sound = (headers[:, :_COVERED] == expected[:, :_COVERED]).all(axis=1) & (rows["sum"] == checksums.values)
+    hits = {codec: CheckedObject(PageStatus.HIT, codec) for codec in codecs}
+    return [
+        hits[codec]
+        if same and codec in hits
+        else _look_at(rows[at], checksum, keys[at], stored_sizes[at], page_bytes, codecs)
+        for at, (same, codec, checksum) in enumerate(
+            zip(sound.tolist(), found, checksums.values.tolist(), strict=True)
+        )
+    ]
+
+
+def _look_at(
+    row: np.void, checksum: int, key: str, stored_size: int, page_bytes: int, codecs: Sequence[int]
+) -> CheckedObject:
+    """What one object turned out to be; its checksum as it has to be."""
+    magic, version, header, kind, codec, stored, page, name, found = row.item()
+    if magic != _MAGIC:
+        return CheckedObject(PageStatus.CORRUPT, reason=f"magic {magic!r}")
+    if version != VERSION:
+        return CheckedObject(PageStatus.MISS, reason=f"version {version}")
+    if kind != _XXH3:
+        return CheckedObject(PageStatus.MISS, reason=f"checksum of kind {kind}")
+    if found != checksum:
+        return CheckedObject(PageStatus.CORRUPT, reason="checksum")
+    if header != HEADER_BYTES or stored != stored_size or page != page_bytes:
+        sizes = f"{header} + {stored} bytes for a page of {page}"
+        return CheckedObject(PageStatus.CORRUPT, reason=sizes)
+    if name != _name(key):
+        return CheckedObject(PageStatus.CORRUPT, reason=f"an object of another key, {name!r}")
+    if codec not in codecs:
+        return CheckedObject(PageStatus.MISS, reason=f"codec {codec}")
+    return CheckedObject(PageStatus.HIT, codec)
 
 
 def page_bytes_of(headers: _Bytes) -> list[int]:

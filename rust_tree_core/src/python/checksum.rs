@@ -1,5 +1,6 @@
-//! Checksums of what is stored: XXH3 of 64 bits over pieces of memory, as they lie there.
+//! Checksums of what is stored: XXH3 of 64 bits over pieces of memory, as they lie there or while they are copied.
 
+use page_copies::copy_seen;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
 use std::hash::Hasher;
@@ -12,6 +13,22 @@ use super::{items, show};
 /// Work from which another thread pays: some 100 µs of it. With a few of them checksums keep up with memory.
 const BYTES_A_THREAD: usize = 4 << 20;
 const MOST_THREADS: usize = 4;
+
+/// A hasher that lies within one page of memory. Its state is written for every 64 bytes, and where that goes across a
+/// boundary of pages it takes up to three times as long: on a stack that is one place in a hundred.
+#[repr(align(512))]
+struct WithinPage(XxHash3_64);
+
+const _: () = assert!(size_of::<WithinPage>() == 512);
+
+impl WithinPage {
+    /// Of the front of a header, which comes before the body.
+    fn new(header: &[u8]) -> Self {
+        let mut hasher = Self(XxHash3_64::new());
+        hasher.0.write(header);
+        hasher
+    }
+}
 
 /// One object: the part of its header that counts, and its body.
 struct Pieces<'a> {
@@ -27,23 +44,11 @@ pub(super) fn object_checksums(
     bodies: &Bound<'_, PyAny>,
     sizes: Vec<usize>,
 ) -> PyResult<Vec<u64>> {
-    let covered = covered.at_least(py, "covered", 0)?;
-    let header_buffer = bytes_of(headers, "headers")?;
     let bodies = items(bodies, "bodies")?;
     let count = bodies.len();
+    let headers = Headers::new(headers, &covered, count)?;
     if sizes.len() != count {
         return Err(argument_error(py, format!("sizes must have {count} entries, not {}", sizes.len())));
-    }
-    if count == 0 {
-        return Ok(Vec::new());
-    }
-    let header_bytes = header_buffer.len_bytes() / count;
-    if header_bytes * count != header_buffer.len_bytes() || covered > header_bytes {
-        let text = format!(
-            "headers must have {count} times at least {covered} bytes, not {} in all",
-            header_buffer.len_bytes()
-        );
-        return Err(argument_error(py, text));
     }
     let mut buffers = Vec::with_capacity(count);
     for (at, (body, &size)) in bodies.iter().zip(&sizes).enumerate() {
@@ -54,19 +59,130 @@ pub(super) fn object_checksums(
         }
         buffers.push(buffer);
     }
-    let all = slice_of(&header_buffer);
     let pieces: Vec<Pieces> = buffers
         .iter()
         .zip(&sizes)
         .enumerate()
-        .map(|(at, (buffer, &size))| Pieces {
-            header: &all[at * header_bytes..at * header_bytes + covered],
-            body: &slice_of(buffer)[..size],
-        })
+        .map(|(at, (buffer, &size))| Pieces { header: headers.front(at), body: &slice_of(buffer)[..size] })
         .collect();
     let total: usize = sizes.iter().sum();
-    let threads = (total / BYTES_A_THREAD).clamp(1, MOST_THREADS).min(count);
+    let threads = (total / BYTES_A_THREAD).clamp(1, MOST_THREADS).min(count.max(1));
     Ok(py.detach(|| checksums(&pieces, threads)))
+}
+
+/// Copies bodies, and makes the checksums of their objects in the same pass; the interpreter's lock is not held.
+#[pyfunction]
+#[pyo3(
+    signature = (targets, sources, headers=None, covered=Whole::Number(0)),
+    text_signature = "(targets, sources, headers=None, covered=0)"
+)]
+pub(super) fn copy_objects(
+    py: Python<'_>,
+    targets: &Bound<'_, PyAny>,
+    sources: &Bound<'_, PyAny>,
+    headers: Option<&Bound<'_, PyAny>>,
+    covered: Whole,
+) -> PyResult<Vec<u64>> {
+    let (targets, sources) = (items(targets, "targets")?, items(sources, "sources")?);
+    let count = targets.len();
+    if sources.len() != count {
+        return Err(argument_error(py, format!("sources must have {count} entries, not {}", sources.len())));
+    }
+    let headers = headers.map(|headers| Headers::new(headers, &covered, count)).transpose()?;
+    let mut bodies = Vec::with_capacity(count);
+    for (at, (target, source)) in targets.iter().zip(&sources).enumerate() {
+        bodies.push(Body::new(at, target, source)?);
+    }
+    Ok(py.detach(|| {
+        if let Some(headers) = &headers {
+            return bodies.iter().enumerate().map(|(at, body)| body.copy_summed(headers.front(at))).collect();
+        }
+        bodies.iter().for_each(Body::copy);
+        Vec::new()
+    }))
+}
+
+/// The headers of some objects, and how many bytes at the front of each of them count.
+struct Headers {
+    buffer: PyUntypedBuffer,
+    bytes: usize,
+    covered: usize,
+}
+
+impl Headers {
+    fn new(object: &Bound<'_, PyAny>, covered: &Whole, count: usize) -> PyResult<Self> {
+        let py = object.py();
+        let covered = covered.at_least(py, "covered", 0)?;
+        let buffer = bytes_of(object, "headers")?;
+        let bytes = buffer.len_bytes() / count.max(1);
+        if count > 0 && (bytes * count != buffer.len_bytes() || covered > bytes) {
+            let text = format!(
+                "headers must have {count} times at least {covered} bytes, not {} in all",
+                buffer.len_bytes()
+            );
+            return Err(argument_error(py, text));
+        }
+        Ok(Self { buffer, bytes, covered })
+    }
+
+    /// The bytes of a header that count.
+    fn front(&self, at: usize) -> &[u8] {
+        &slice_of(&self.buffer)[at * self.bytes..][..self.covered]
+    }
+}
+
+/// Bytes that are copied from one buffer to another.
+struct Body {
+    target: PyUntypedBuffer,
+    source: PyUntypedBuffer,
+}
+
+impl Body {
+    /// Both are contiguous, of one length, and apart from each other; the target may be written. They stay alive and in
+    /// place as long as this does. Who calls promises that nobody else uses the target meanwhile. A source may lie in
+    /// memory that another process writes just then: its bytes may be any mixture, of which nothing is believed.
+    fn new(at: usize, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = target.py();
+        let (to, from) = (format!("targets[{at}]"), format!("sources[{at}]"));
+        let body = Self { target: bytes_of(target, &to)?, source: bytes_of(source, &from)? };
+        if body.target.readonly() {
+            return Err(argument_error(py, format!("{to} can not be written")));
+        }
+        let bytes = body.bytes();
+        if body.target.len_bytes() != bytes {
+            let text = format!("{to} has {} bytes, {from} has {bytes}", body.target.len_bytes());
+            return Err(argument_error(py, text));
+        }
+        if body.to().addr().abs_diff(body.from().addr()) < bytes {
+            return Err(argument_error(py, format!("{to} and {from} share memory")));
+        }
+        Ok(body)
+    }
+
+    fn copy(&self) {
+        // SAFETY: see `new`.
+        unsafe { page_copies::copy(self.to(), self.from(), self.bytes()) };
+    }
+
+    /// Also makes the checksum of a header and of what the target then has.
+    fn copy_summed(&self, header: &[u8]) -> u64 {
+        let mut hasher = WithinPage::new(header);
+        // SAFETY: see `new`.
+        unsafe { copy_seen(self.to(), self.from(), self.bytes(), |block| hasher.0.write(block)) };
+        hasher.0.finish()
+    }
+
+    fn to(&self) -> *mut u8 {
+        self.target.buf_ptr().cast()
+    }
+
+    fn from(&self) -> *const u8 {
+        self.source.buf_ptr().cast_const().cast()
+    }
+
+    fn bytes(&self) -> usize {
+        self.source.len_bytes()
+    }
 }
 
 /// Checksums of all objects, in order, by so many threads: the caller's, and others.
@@ -92,10 +208,9 @@ fn checksums(pieces: &[Pieces<'_>], threads: usize) -> Vec<u64> {
 }
 
 fn checksum(pieces: &Pieces<'_>) -> u64 {
-    let mut hasher = XxHash3_64::new();
-    hasher.write(pieces.header);
-    hasher.write(pieces.body);
-    hasher.finish()
+    let mut hasher = WithinPage::new(pieces.header);
+    hasher.0.write(pieces.body);
+    hasher.0.finish()
 }
 
 fn bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUntypedBuffer> {

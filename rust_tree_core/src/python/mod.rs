@@ -671,5 +671,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<copies::PageMemory>()?;
     module.add_function(wrap_pyfunction!(copies::copy_pages, module)?)?;
     module.add_function(wrap_pyfunction!(checksum::object_checksums, module)?)?;
+    module.add_function(wrap_pyfunction!(checksum::copy_objects, module)?)?;
     module.add_function(wrap_pyfunction!(page_hashes, module)?)
 }

@@ -7,28 +7,55 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
+from unified_cache.storage.checksums import Checksums, copy_bodies
 
-__all__ = ["FileMedium", "MappedMedium", "Medium"]
+__all__ = ["Bodies", "FileMedium", "MappedMedium", "Medium"]
 
 BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """Bodies of a batch that lie one after the other on the medium.
+
+    Attributes:
+        at: which objects of the batch.
+        views: their bytes, as many as are moved.
+        addresses: where these lie.
+        checksums: of the whole batch; the medium makes those of these objects if it is not None.
+    """
+
+    at: Sequence[int]
+    views: Sequence[memoryview]
+    addresses: Sequence[int]
+    checksums: Checksums | None
+
+    def part(self, begin: int, end: int) -> Bodies:
+        """Some of them."""
+        return Bodies(self.at[begin:end], self.views[begin:end], self.addresses[begin:end], self.checksums)
+
+    def make_checksums(self) -> None:
+        """Make those that are wanted, from memory."""
+        if self.checksums is not None:
+            self.checksums.make(self.at, self.views)
 
 
 class Medium(ABC):
     """Bytes from 0 to a fixed size."""
 
     @abstractmethod
-    def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
-        """Fill the pieces, which lie at these addresses; False if there are not as many bytes.
+    def read(self, offset: int, bodies: Bodies) -> bool:
+        """Fill the bodies; False if there are not as many bytes.
 
         Raises:
             OSError: the medium failed.
         """
 
     @abstractmethod
-    def write(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> None:
-        """Write the pieces.
+    def write(self, offset: int, bodies: Bodies) -> None:
+        """Write the bodies.
 
         Raises:
             OSError: the medium failed.
@@ -84,17 +111,18 @@ class FileMedium(Medium):
                 os.close(self._direct)
                 self._direct = -1
 
-    def _split(self, pieces: Sequence[memoryview], addresses: Sequence[int]) -> int:
+    def _split(self, bodies: Bodies) -> int:
         """Bytes from the front that can go past the page cache."""
-        if self._direct < 0 or any(address % BLOCK for address in addresses):
+        pieces = bodies.views
+        if self._direct < 0 or any(address % BLOCK for address in bodies.addresses):
             return 0
         if len(pieces) == 1:
             return pieces[0].nbytes // BLOCK * BLOCK
         return 0 if any(piece.nbytes % BLOCK for piece in pieces) else sum(p.nbytes for p in pieces)
 
-    def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
-        """Fill the pieces."""
-        front = self._split(pieces, addresses)
+    def read(self, offset: int, bodies: Bodies) -> bool:
+        """Fill the bodies. Their checksums are made while other threads wait for the disk."""
+        pieces, front = bodies.views, self._split(bodies)
         total, done = sum(piece.nbytes for piece in pieces), 0
         while done < total:
             direct = done < front
@@ -109,11 +137,13 @@ class FileMedium(Medium):
             done += got // BLOCK * BLOCK if direct else got
             if direct and got < BLOCK:
                 return False
+        bodies.make_checksums()
         return True
 
-    def write(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> None:
-        """Write the pieces."""
-        front = self._split(pieces, addresses)
+    def write(self, offset: int, bodies: Bodies) -> None:
+        """Write the bodies."""
+        bodies.make_checksums()
+        pieces, front = bodies.views, self._split(bodies)
         total, done = sum(piece.nbytes for piece in pieces), 0
         while done < total:
             direct = done < front
@@ -163,30 +193,37 @@ class MappedMedium(Medium):
     def __init__(self, path: str, durable: bool) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._bytes = np.frombuffer(mmap.mmap(self._file, 0, mmap.MAP_SHARED), np.uint8)
+            self._bytes = memoryview(mmap.mmap(self._file, 0, mmap.MAP_SHARED))
         except BaseException:
             os.close(self._file)
             raise
         self._durable = durable
 
-    def read(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> bool:
-        """Fill the pieces. Copies of numpy let other threads run."""
-        for piece in pieces:
-            end = offset + piece.nbytes
-            if end > len(self._bytes):
-                return False
-            np.copyto(np.frombuffer(piece, np.uint8), self._bytes[offset:end])
+    def _slices(self, offset: int, bodies: Bodies) -> list[memoryview]:
+        """What the bodies have on the medium; fewer if it ends before."""
+        slices = []
+        for view in bodies.views:
+            end = offset + view.nbytes
+            if end > self._bytes.nbytes:
+                break
+            slices.append(self._bytes[offset:end])
             offset = end
+        return slices
+
+    def read(self, offset: int, bodies: Bodies) -> bool:
+        """Fill the bodies, and make their checksums in the same pass."""
+        slices = self._slices(offset, bodies)
+        if len(slices) < len(bodies.views):
+            return False
+        copy_bodies(bodies.checksums, bodies.at, bodies.views, slices)
         return True
 
-    def write(self, offset: int, pieces: Sequence[memoryview], addresses: Sequence[int]) -> None:
-        """Write the pieces."""
-        for piece in pieces:
-            end = offset + piece.nbytes
-            if end > len(self._bytes):
-                raise OSError(f"the file has {len(self._bytes)} bytes, not {end}")
-            np.copyto(self._bytes[offset:end], np.frombuffer(piece, np.uint8))
-            offset = end
+    def write(self, offset: int, bodies: Bodies) -> None:
+        """Write the bodies, and make their checksums in the same pass."""
+        slices = self._slices(offset, bodies)
+        if len(slices) < len(bodies.views):
+            raise OSError(f"the file has {self._bytes.nbytes} bytes, no room for bodies at {offset}")
+        copy_bodies(bodies.checksums, bodies.at, slices, bodies.views)
 
     def sync(self) -> None:
         """Make durable what was written."""

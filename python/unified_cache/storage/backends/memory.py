@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from unified_cache.errors import ArgumentError, StorageError
 from unified_cache.storage.backends.calls import RunningCalls
+from unified_cache.storage.checksums import copy_bodies
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.urls import StorageUrl
 
@@ -112,6 +116,7 @@ class MemoryBackend(Backend):
     scheme: ClassVar[str] = "memory"
     durable: ClassVar[bool] = False
     shared: ClassVar[bool] = False
+    makes_checksums: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class MemoryBackend(Backend):
         self._bytes_per_second = bytes_per_second
         self._slow_seconds = slow_seconds
         self._sleep = sleep
-        self._objects: dict[str, bytes] = {}
+        self._objects: dict[str, npt.NDArray[np.uint8]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
         self._wire = threading.Lock()
@@ -212,11 +217,12 @@ class MemoryBackend(Backend):
         if not 0 <= size <= int(batch.body_sizes[at]):
             return PageStatus.CORRUPT
         self._transmit(len(found))
-        header, body = memoryview(batch.headers[at]), batch.bodies[at][:size]
-        header[:] = found[:header_bytes]
-        body[:] = found[header_bytes : header_bytes + size]
+        body = batch.bodies[at][:size]
+        batch.headers[at] = found[:header_bytes]
+        checksums = None if fault is Fault.CORRUPT else batch.checksums
+        copy_bodies(checksums, [at], [body], [found[header_bytes : header_bytes + size].data])
         if fault is Fault.CORRUPT:
-            self.faults.flip(header, body)
+            self.faults.flip(memoryview(batch.headers[at]), body)
         if len(batch.stored_sizes):
             batch.stored_sizes[at] = size
         return PageStatus.HIT
@@ -234,7 +240,10 @@ class MemoryBackend(Backend):
         key = batch.keys[at]
         if key in self._objects:
             return PageStatus.HIT
-        data = batch.headers[at].tobytes() + batch.bodies[at][: int(batch.body_sizes[at])]
+        header_bytes, size = batch.headers.shape[1], int(batch.body_sizes[at])
+        data = np.empty(header_bytes + size, np.uint8)
+        copy_bodies(batch.checksums, [at], [data[header_bytes:].data], [batch.bodies[at][:size]])
+        data[:header_bytes] = batch.headers[at]  # the checksum is in it now
         self._transmit(len(data))
         with self._lock:
             if key in self._objects:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache.errors import ClosedError, StorageError
+from unified_cache.storage.checksums import copy_bodies
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 from unified_cache.storage.urls import StorageUrl
 from unified_cache.worker import Worker
@@ -223,6 +224,11 @@ class _Block:
         self.headers = headers
         self.bodies = bodies
 
+    def body(self, place: int, batch: ObjectBatch, size: int) -> memoryview:
+        """Bytes of the body in this place."""
+        start = place * _step(batch)
+        return self.bodies[start : start + size].data
+
 
 class MooncakeBackend(Backend):
     """Objects in a Mooncake Store. The first writer of a key wins, as the store has it.
@@ -236,6 +242,7 @@ class MooncakeBackend(Backend):
     """
 
     scheme: ClassVar[str] = "mooncake"
+    makes_checksums: ClassVar[bool] = True
 
     def __init__(self, settings: MooncakeSettings) -> None:
         _set_environment(settings.deadline)
@@ -508,15 +515,13 @@ class MooncakeBackend(Backend):
             codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
             heard += codes
-            failed = []
+            failed, copied = [], []
             headers = block.headers[: len(rows) * header].reshape(len(rows), header)
             for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
                 if code == header + sizes[row]:
                     batch.headers[row] = headers[place]
                     if bounced:
-                        target = np.frombuffer(batch.bodies[row], np.uint8)
-                        start = place * _step(batch)
-                        np.copyto(target[: sizes[row]], block.bodies[start : start + sizes[row]])
+                        copied.append((row, block.body(place, batch, sizes[row])))
                     batch.stored_sizes[row] = sizes[row]
                     statuses[row] = PageStatus.HIT
                 elif code >= 0:
@@ -527,6 +532,10 @@ class MooncakeBackend(Backend):
                     statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
                     if code == _TRANSFER_FAILED:
                         failed.append(row)
+            if copied:
+                hits, sources = zip(*copied, strict=True)
+                targets = [batch.bodies[row][: sizes[row]] for row in hits]
+                copy_bodies(batch.checksums, hits, targets, sources)
         return failed
 
     def _fit(
@@ -597,12 +606,13 @@ class MooncakeBackend(Backend):
                 return False
             bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[rows]
+            sources = [batch.bodies[row][: sizes[row]] for row in rows]
             if bounced:
-                for place, row in enumerate(rows):
-                    source = np.frombuffer(batch.bodies[row], np.uint8)
-                    start = place * _step(batch)
-                    np.copyto(block.bodies[start : start + sizes[row]], source[: sizes[row]])
+                targets = [block.body(place, batch, size) for place, size in enumerate(map(len, sources))]
+                copy_bodies(batch.checksums, rows, targets, sources)
+            elif batch.checksums is not None:
+                batch.checksums.make(rows, sources)
+            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[rows]
             begun = time.monotonic()
             keys = [batch.keys[row] for row in rows]
             codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)

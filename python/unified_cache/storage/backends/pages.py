@@ -82,6 +82,7 @@ class PagesBackend(Backend):
     """
 
     scheme: ClassVar[str] = "pages"
+    makes_checksums: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -200,6 +201,8 @@ class PagesBackend(Backend):
             os.close(file)
         if len(batch.stored_sizes):
             batch.stored_sizes[at] = size
+        if batch.checksums is not None:  # now, while other threads read
+            batch.checksums.make([at], parts[1:])
         return PageStatus.HIT
 
     def set(self, batch: ObjectBatch) -> list[PageStatus]:
@@ -257,6 +260,9 @@ class PagesBackend(Backend):
         return PageStatus.ERROR
 
     def _write(self, batch: ObjectBatch, at: int) -> tuple[int, str]:
+        body = batch.bodies[at][: int(batch.body_sizes[at])]
+        if batch.checksums is not None:
+            batch.checksums.make([at], [body])
         path = os.path.join(self._temporary, uuid.uuid4().hex)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -265,7 +271,7 @@ class PagesBackend(Backend):
             os.makedirs(self._temporary, exist_ok=True)
             file = os.open(path, flags, 0o644)
         try:
-            parts = [memoryview(batch.headers[at]), batch.bodies[at][: int(batch.body_sizes[at])]]
+            parts = [memoryview(batch.headers[at]), body]
             done, total = 0, _bytes_of(batch, at)
             while done < total:
                 done += os.pwritev(file, _rest(parts, done), done)

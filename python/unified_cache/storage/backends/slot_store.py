@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from unified_cache.errors import StorageError
 from unified_cache.storage.backends.calls import RunningCalls
 from unified_cache.storage.backends.io_threads import IoThreads
-from unified_cache.storage.backends.mediums import Medium
+from unified_cache.storage.backends.mediums import Bodies, Medium
 from unified_cache.storage.backends.process_locks import LockTimeoutError, ProcessLocks
 from unified_cache.storage.backends.slot_index import (
     SWEEP,
@@ -34,8 +35,10 @@ from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
 __all__ = ["SlotStore"]
 
-# Bodies that one preadv takes: longer ones gain nothing, and threads that are done have nothing left to take.
-_JOINED_BYTES = 2 << 20
+# Bodies that one preadv takes. Longer calls keep a disk busier: on a virtual one this is 0.96 of the best
+# plain preadv, half of it 0.94, twice as much 0.98. Shorter ones leave less to hash when the last bytes have
+# come, and something to take for threads that are done.
+_JOINED_BYTES = 4 << 20
 _MOST_JOINED = 256  # the system takes 1024
 _LAST_PART = 0.1  # of the deadline
 _NO_STORE = "there is no store yet: add size=, bytes such as 100GB"
@@ -74,6 +77,8 @@ class SlotStore(Backend):
     Raises:
         StorageError: the files can not be made or used; what was tried, what came back, what to change.
     """
+
+    makes_checksums: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -312,7 +317,7 @@ class SlotStore(Backend):
     def _transfer(
         self,
         store: _Open,
-        move: Callable[[int, Sequence[memoryview], Sequence[int]], bool | None],
+        move: Callable[[int, Bodies], bool | None],
         batch: ObjectBatch,
         at: npt.NDArray[np.int64],
         slots: Slots,
@@ -320,15 +325,19 @@ class SlotStore(Backend):
     ) -> list[PageStatus]:
         """Move the bodies `at` from or to ascending slots, on the threads; a status for each."""
         slot_bytes = store.index.geometry.slot_bytes
-        bodies = [batch.bodies[i][:size] for i, size in zip(at.tolist(), sizes.tolist(), strict=True)]
-        addresses = batch.body_addresses[at].tolist()
+        bodies = Bodies(
+            at.tolist(),
+            [batch.bodies[i][:size] for i, size in zip(at.tolist(), sizes.tolist(), strict=True)],
+            batch.body_addresses[at].tolist(),
+            batch.checksums,
+        )
         offsets = (slots * slot_bytes).tolist()
 
         def run(part: tuple[int, int]) -> list[PageStatus]:
             begin, end = part
             status = PageStatus.HIT
             try:
-                if move(offsets[begin], bodies[begin:end], addresses[begin:end]) is False:
+                if move(offsets[begin], bodies.part(begin, end)) is False:
                     status = PageStatus.CORRUPT
             except OSError:
                 status = PageStatus.ERROR

@@ -1,0 +1,66 @@
+"""Checksums of the objects of a batch, which whoever moves their bodies may make on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from unified_cache._native import copy_objects, object_checksums
+
+__all__ = ["Checksums", "copy_bodies"]
+
+
+class Checksums:
+    """One for each object: XXH3 of the front of its header, and of its body as it is stored.
+
+    A thread may make those of some objects while others make those of others.
+
+    Args:
+        headers: uint8 (objects, header bytes).
+        covered: bytes at the front of each header that count.
+        values: uint64 (objects,), where they go; may be a part of the headers behind what counts. 0 stands
+            for one that was not made.
+    """
+
+    def __init__(self, headers: npt.NDArray[np.uint8], covered: int, values: npt.NDArray[np.uint64]) -> None:
+        self._headers = headers
+        self._covered = covered
+        self.values = values
+
+    def make(self, at: Sequence[int], bodies: Sequence[memoryview]) -> None:
+        """Make those of the objects `at`, whose headers lie in the batch and whose bodies are these."""
+        sizes = [body.nbytes for body in bodies]
+        rows = _rows(at)
+        self.values[rows] = object_checksums(self._headers[rows].data, self._covered, bodies, sizes)
+
+    def copy(self, at: Sequence[int], targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+        """Copy the bodies of the objects `at`, and make their checksums: of the targets as they are then."""
+        rows = _rows(at)
+        self.values[rows] = copy_objects(targets, sources, self._headers[rows].data, self._covered)
+
+    def only(self, at: Sequence[int]) -> Checksums:
+        """A copy of those of some objects."""
+        return Checksums(self._headers[at], self._covered, self.values[at])
+
+
+def _rows(at: Sequence[int]) -> slice | Sequence[int]:
+    """The same objects as numpy takes them fastest."""
+    count = len(at)
+    if count == 1 or (count and list(at) == list(range(at[0], at[0] + count))):
+        return slice(at[0], at[0] + count)
+    return at
+
+
+def copy_bodies(
+    checksums: Checksums | None,
+    at: Sequence[int],
+    targets: Sequence[memoryview],
+    sources: Sequence[memoryview],
+) -> None:
+    """Copy the bodies of the objects `at` of a batch, and make their checksums if the batch wants them."""
+    if checksums is None:
+        copy_objects(targets, sources)
+    else:
+        checksums.copy(at, targets, sources)

@@ -1,0 +1,216 @@
+"""Checksums that are made while bodies are copied: the same ones, of what is there in the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.storage.support import key, keys
+from tests.storage.test_guard import Squeeze
+from unified_cache._native import copy_objects, object_checksums
+from unified_cache.errors import ArgumentError
+from unified_cache.storage import compression
+from unified_cache.storage.backends.file import FileBackend
+from unified_cache.storage.backends.memory import MemoryBackend
+from unified_cache.storage.backends.mmap import MmapBackend
+from unified_cache.storage.backends.pages import PagesBackend
+from unified_cache.storage.backends.shm import ShmBackend
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.storage.guard import StorageCounts, StorageGuard
+from unified_cache.storage.page_format import HEADER_BYTES, write_headers
+
+HIT, MISS, CORRUPT = PageStatus.HIT, PageStatus.MISS, PageStatus.CORRUPT
+
+BODY = 72 << 10  # long enough to be streamed
+SIZE = 2 << 20
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_copy_and_its_checksums(seed: int) -> None:
+    rng, draw = random.Random(seed), np.random.default_rng(seed)
+    count = rng.randrange(1, 6)
+    sizes = [rng.choice([0, 1, 63, 64, 2048, 5000, 32_767, 32_768, 100_003]) for _ in range(count)]
+    source = draw.integers(0, 256, sum(sizes) + 100, np.uint8)
+    target = np.full(sum(sizes) + 64 * count + 200, 0xEE, np.uint8)
+    expected = target.copy()
+    headers = draw.integers(0, 256, (count, 50), np.uint8)
+    sources, targets, start, place = [], [], rng.randrange(100), rng.randrange(100)
+    for size in sizes:
+        sources.append(source[start : start + size].data)
+        targets.append(target[place : place + size].data)
+        expected[place : place + size] = source[start : start + size]
+        start, place = start + size, place + size + rng.randrange(64)
+    covered = rng.choice([0, 7, 50])
+    sums = copy_objects(targets, sources, headers.data, covered)
+    assert sums == object_checksums(headers.data, covered, sources, sizes)
+    assert np.array_equal(target, expected)
+    target[:] = 0xEE
+    assert copy_objects(targets, sources) == []
+    assert np.array_equal(target, expected)
+
+
+def test_copies_that_can_not_be() -> None:
+    memory = bytearray(300)
+    whole, other, headers = memoryview(memory), bytearray(100), np.zeros((1, 8), np.uint8)
+    for arguments, text in (
+        (([other], [b"a" * 99]), "targets[0] has 100 bytes, sources[0] has 99"),
+        (([b"a" * 100], [other]), "targets[0] can not be written"),
+        (([whole[:100]], [whole[99:199]]), "targets[0] and sources[0] share memory"),
+        (([whole[99:199]], [whole[:100]]), "targets[0] and sources[0] share memory"),
+        (([other], []), "sources must have 1 entries, not 0"),
+        (([whole[:100:2]], [b"a" * 50]), "targets[0] is not C-contiguous"),
+        (([other, 5], [other, other]), "share memory"),
+        (([5], [other]), "targets[0] is 5, a buffer is needed"),
+        (([other], [whole[:100]], headers, 9), "headers must have 1 times at least 9 bytes"),
+        (([other], [whole[:100]], headers, -1), "covered"),
+        (([other], [whole[:100]], 7, 0), "headers is 7, a buffer is needed"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            copy_objects(*arguments)  # type: ignore[arg-type]
+        assert text in str(error.value)
+    assert not any(memory)
+    assert not any(other)
+    assert copy_objects([], []) == copy_objects([], [], headers, 8) == []
+    assert copy_objects([whole[:100]], [whole[100:200]]) == []  # neighbours
+
+
+class Pages:
+    """As many pages, at multiples of 4096 but for `shift`."""
+
+    def __init__(self, count: int, shift: int = 0) -> None:
+        memory = np.full((count + 1) * (BODY + 4096), 0xEE, np.uint8)
+        first = -memory.ctypes.data % 4096 + shift
+        self.rows = memory[first : first + count * BODY].reshape(count, BODY)
+        self.views = [row.data for row in self.rows]
+        self.addresses = (self.rows.ctypes.data + np.arange(count) * BODY).astype(np.uint64)
+
+
+Open = Callable[[], Backend]
+
+
+@pytest.fixture(params=["memory", "file", "cached", "mmap", "shm", "pages"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Backend, Path]]:
+    """A backend that makes checksums, and the file that has its bodies."""
+    openers: dict[str, Callable[[], tuple[Backend, Path]]] = {
+        "memory": lambda: (MemoryBackend(), tmp_path),
+        "file": lambda: (FileBackend(tmp_path, SIZE, slot_bytes=BODY), tmp_path / "slab.data"),
+        "cached": lambda: (FileBackend(tmp_path, SIZE, direct=False), tmp_path / "slab.data"),
+        "mmap": lambda: (MmapBackend(tmp_path / "m", SIZE), tmp_path / "m.data"),
+        "shm": lambda: (ShmBackend("x", SIZE, root=str(tmp_path)), tmp_path / "unified-cache-x.data"),
+        "pages": lambda: (PagesBackend(tmp_path), tmp_path),
+    }
+    backend, path = openers[request.param]()
+    yield backend, path
+    backend.close()
+
+
+def guard_of(backend: Backend, compression: str | None = None) -> StorageGuard:
+    return StorageGuard(
+        backend,
+        object_bytes=BODY,
+        deadline=5.0,
+        clock=lambda: 0.0,
+        counts=StorageCounts(),
+        compression=compression,
+    )
+
+
+def filled(count: int, shift: int = 0) -> Pages:
+    pages = Pages(count, shift)
+    pages.rows[:] = np.random.default_rng(3).integers(0, 256, pages.rows.shape)
+    return pages
+
+
+def test_objects_are_those_of_other_backends(opened: tuple[Backend, Path]) -> None:
+    """Who makes the checksums can not be seen in what is stored."""
+    backend, _ = opened
+    assert backend.makes_checksums
+    pages, names = filled(9, shift=8), keys(9)
+    guard = guard_of(backend)
+    assert guard.set(names[::2], pages.views[::2], pages.addresses[::2]) == [HIT] * 5
+    assert guard.set(names, pages.views, pages.addresses) == [HIT] * 9  # some are there already
+    expected = np.empty((9, HEADER_BYTES), np.uint8)
+    write_headers(expected, names, [BODY] * 9, BODY, [0] * 9).make(range(9), pages.views)
+    read = Pages(9)
+    sizes = np.full(9, BODY, np.uint64)
+    batch = ObjectBatch(
+        names, np.zeros_like(expected), read.views, read.addresses, sizes, np.zeros(9, np.uint64)
+    )
+    assert backend.get(batch) == [HIT] * 9
+    assert np.array_equal(batch.headers, expected)
+    assert np.array_equal(read.rows, pages.rows)
+    # And they are read wherever memory lies, with misses in between.
+    for shift in (0, 1, 64):
+        read = Pages(12, shift)
+        asked = [key(99), *names[:4], key(98), *names[:3:-1], key(97)]
+        assert guard.get(asked, read.views, read.addresses) == [MISS, *[HIT] * 4, MISS, *[HIT] * 5, MISS]
+        assert np.array_equal(read.rows[[1, 2, 3, 4, 10, 9, 8, 7, 6]], pages.rows)
+
+
+def test_damage_on_the_medium_is_never_data(opened: tuple[Backend, Path]) -> None:
+    backend, path = opened
+    rng = random.Random(5)
+    for _ in range(12):
+        guard, pages, names = guard_of(backend), filled(6), keys(6)
+        assert guard.set(names, pages.views, pages.addresses) == [HIT] * 6
+        at, bit = rng.randrange(6), rng.randrange(8 * BODY)
+        damage(backend, path, pages, names[at], at, bit)
+        read = Pages(6)
+        statuses = guard.get(names, read.views, read.addresses)
+        assert statuses == [CORRUPT if place == at else HIT for place in range(6)]
+        assert guard.exists([[name] for name in names]) == [int(place != at) for place in range(6)]
+        backend.delete(names)
+
+
+def damage(backend: Backend, path: Path, pages: Pages, name: str, at: int, bit: int) -> None:
+    """Flip a bit of a stored body, behind the backend's back."""
+    if isinstance(backend, MemoryBackend):
+        backend._objects[name][HEADER_BYTES + bit // 8] ^= 1 << bit % 8
+        return
+    if isinstance(backend, PagesBackend):
+        path = path / name[:2] / name[2:4] / name
+    data, body = path.read_bytes(), pages.rows[at].tobytes()
+    with open(path, "r+b") as file:
+        start = -1
+        while (start := data.find(body, start + 1)) >= 0:  # slots that are free may have it too
+            file.seek(start + bit // 8)
+            file.write(bytes([data[start + bit // 8] ^ 1 << bit % 8]))
+
+
+def test_compressed_pages(opened: tuple[Backend, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compression.CODECS, "squeeze", Squeeze)
+    backend, _ = opened
+    pages, names, read = filled(4), keys(4), Pages(4)
+    pages.rows[1:] = np.arange(3)[:, np.newaxis]  # of different lengths then, one as long as before
+    guard = guard_of(backend, "squeeze")
+    assert guard.set(names, pages.views, pages.addresses) == [HIT] * 4
+    assert guard.get(names, read.views, read.addresses) == [HIT] * 4
+    assert np.array_equal(read.rows, pages.rows)
+
+
+class Flips(MemoryBackend):
+    """Derives from a backend that makes checksums, and changes bytes when they have been made."""
+
+    def get(self, batch: ObjectBatch) -> list[PageStatus]:
+        statuses = super().get(batch)
+        batch.bodies[0][5] ^= 1
+        return statuses
+
+
+class Shortens(MemoryBackend):
+    def set(self, batch: ObjectBatch) -> list[PageStatus]:
+        batch.body_sizes[0] -= 1
+        return super().set(batch)
+
+
+@pytest.mark.parametrize("backend", [Flips, Shortens])
+def test_who_derives_is_not_believed(backend: type[MemoryBackend]) -> None:
+    guard, pages, read = guard_of(backend()), filled(2), Pages(2)
+    assert guard.set(keys(2), pages.views, pages.addresses) == [HIT] * 2
+    assert guard.get(keys(2), read.views, read.addresses) == [CORRUPT, HIT]
+    assert MemoryBackend.makes_checksums
+    assert not backend.makes_checksums
