@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import threading
 import time
@@ -25,6 +26,7 @@ from unified_cache.errors import (
     BusyError,
     CapacityError,
     ClosedError,
+    LockError,
     PoisonedError,
     RankError,
     StorageError,
@@ -89,7 +91,8 @@ class PinnedPrefix:
 
     Attributes:
         tokens: how many tokens are kept: those of the prefix that the cache had.
-        expires_at: by the cache's clock; None: never.
+        expires_at: by the cache's clock; None: never. With other ranks as if the last tick were now: the
+            seconds begin at the next one, so it is no earlier.
     """
 
     pin: Pin
@@ -150,7 +153,10 @@ class UnifiedCache:
         self._active: set[Request] = set()
         self._counters = Counters()
         self._rates = LoadOrRecompute(config.page_size, config.load_back_threshold, config.prefetch_threshold)
-        self._expiries: list[float] = []
+        self._expiries: list[tuple[float, int, Pin]] = []
+        self._timed_pins = 0
+        # With other ranks: pins since the last tick, whose seconds begin at the next one.
+        self._new_pins: list[tuple[Pin, float]] = []
         self._ranks = Ranks() if ranks is None else ranks
         alone = self._ranks.agreement.alone
         self._together = None if alone else RankTicks(self._ranks.agreement, clock)
@@ -516,7 +522,7 @@ class UnifiedCache:
             )
         if self._detached:
             self._detached = [link for link in self._detached if link.busy]
-        if self._expiries and self._now() >= self._expiries[0]:
+        if self._expiries or self._new_pins:
             self._expire_pins()
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -572,8 +578,9 @@ class UnifiedCache:
 
         Args:
             tokens: the prefix.
-            seconds: for how long, by the cache's clock; the pin ends at the first tick after that. None:
-                until `unpin`.
+            seconds: for how long, by the cache's clock; the pin ends at the first tick after that. With
+                other ranks they begin at the next tick: before it, nobody knows what time it is for all.
+                None: until `unpin`.
             extra_key: first half of the namespace.
             cache_salt: second half of the namespace.
 
@@ -584,13 +591,17 @@ class UnifiedCache:
         self._check_open()
         expires_at = None
         if seconds is not None:
-            if _as_seconds(seconds, "seconds") <= 0:
+            if (checked := _as_seconds(seconds, "seconds")) <= 0:
                 raise ArgumentError(f"seconds must be a number > 0, not {seconds!r}")
-            expires_at = self._now() + _as_seconds(seconds, "seconds")
+            seconds = checked
+            expires_at = self._now() + seconds
         match = self.match_prefix(tokens, extra_key=extra_key, cache_salt=cache_salt)
-        pin = self.tree.pin(match.last_host_node, expires_at)
-        if expires_at is not None:
-            heapq.heappush(self._expiries, expires_at)
+        pin = self.tree.pin(match.last_host_node)
+        if seconds is not None:
+            if self._together is None:
+                self._expire_later(pin, seconds)
+            else:
+                self._new_pins.append((pin, seconds))
         return PinnedPrefix(pin, match.device_length + match.host_hit_length, expires_at)
 
     def unpin(self, pinned: PinnedPrefix) -> None:
@@ -602,11 +613,18 @@ class UnifiedCache:
         self._check_open()
         self.tree.unpin(pinned.pin)
 
+    def _expire_later(self, pin: Pin, seconds: float) -> None:
+        self._timed_pins += 1
+        heapq.heappush(self._expiries, (self._now() + seconds, self._timed_pins, pin))
+
     def _expire_pins(self) -> None:
-        now = self._now()
-        self.tree.expire_pins(now)
-        while self._expiries and self._expiries[0] <= now:
-            heapq.heappop(self._expiries)
+        for pin, seconds in self._new_pins:
+            self._expire_later(pin, seconds)
+        self._new_pins.clear()
+        while self._expiries and self._expiries[0][0] <= self._now():
+            _, _, pin = heapq.heappop(self._expiries)
+            with contextlib.suppress(LockError):  # it was ended before
+                self.tree.unpin(pin)
 
     # Looking at it
 
@@ -700,6 +718,7 @@ class UnifiedCache:
         self._epoch += 1
         self._active.clear()
         self._expiries.clear()
+        self._new_pins.clear()
         self.tree.reset()
         device, host = self._controller.quarantined()
         self._controller.reset_device(keep=device)
@@ -747,34 +766,44 @@ class UnifiedCache:
         self._check_open()
         if self._storage is not None:
             raise BusyError("there is a storage already: detach_storage first")
-        self.config.check_storage(storage)
-        try:
-            backend = self._open(storage)
-            try:
-                link = self._link(backend)
-            except BaseException:
-                backend.close()
-                raise
-        except BaseException:
-            if self._together is not None:
-                self.tick()  # the others hear of it, and leave it too
-            raise
-        if self._together is not None:
-            self._attach_together(self._together, link)
+        if self._together is None:
+            link = self._link_to(storage)
+        else:
+            link = self._link_together(self._together, storage)
         self.config = replace(self.config, storage=storage)
         self._storage = link
         link.write_later(self.tree.host_nodes())
 
-    def _attach_together(self, together: RankTicks, link: StorageLink) -> None:
-        together.attaching = link
+    def _link_to(self, storage: str | os.PathLike[str] | Backend) -> StorageLink:
+        self.config.check_storage(storage)
+        backend = self._open(storage)
         try:
+            return self._link(backend)
+        except BaseException:
+            backend.close()
+            raise
+
+    def _link_together(self, together: RankTicks, storage: str | os.PathLike[str] | Backend) -> StorageLink:
+        """A link where all ranks can make one. Whatever is wrong here, the others hear of it at a tick."""
+        link, failed = None, None
+        try:
+            link = self._link_to(storage)
+        except BaseException as error:
+            failed = error
+        attached = False
+        try:
+            together.attaching = together.all_stages(link is not None)
             self.tick()
+            attached = together.attached
         finally:
-            together.attaching = None
-            if not together.attached:
+            together.attaching = False
+            if link is not None and not attached:
                 link.close()
-        if not together.attached:
+        if failed is not None:
+            raise failed
+        if link is None or not attached:
             raise StorageError("storage: another rank can not use it, and says why there")
+        return link
 
     def detach_storage(self, *, timeout: float = 10.0) -> bool:
         """Use no storage from now on, and close it. Requests go on without what they still wait for.
@@ -791,7 +820,7 @@ class UnifiedCache:
         self._check_open()
         if self._storage is None:
             return True
-        written = self.flush(timeout) and not self._storage.busy
+        written = self.flush(timeout) and self._storage.settled
         link, self._storage = self._storage, None
         self.config = replace(self.config, storage=None)
         self._detached.append(link)

@@ -66,7 +66,7 @@ class RankTicks:
 
     Attributes:
         now: seconds, by the slowest clock of all ranks, at the last tick or at the begin.
-        attaching: a storage that is used as soon as all ranks can.
+        attaching: this rank can use the storage that is to be attached at the next tick.
         attached: at the last tick all ranks could use the one that they had then.
     """
 
@@ -78,9 +78,10 @@ class RankTicks:
         self._follow_seconds = follow_seconds
         self._ticks = TickAgreement(agreement)
         self._count = 0
+        self._telling = False  # the tick that is being made, or was, has told the others
         self._broken: RankError | None = None
         self.now = 0.0
-        self.attaching: StorageLink | None = None
+        self.attaching = False
         self.attached = False
 
     # The begin
@@ -130,6 +131,10 @@ class RankTicks:
         agreed: list[int] = self._agreement.reduce_min_of_stages(np.array(numbers, np.int64)).tolist()
         return agreed
 
+    def all_stages(self, well: bool) -> bool:
+        """See `Agreement.all_stages`: what a tick can not ask, since later stages do not vote."""
+        return self._agreement.all_stages(well)
+
     # The loop
 
     @property
@@ -158,14 +163,23 @@ class RankTicks:
         Raises:
             RankLostError: a rank has ended, or did not come within the time limit.
             RanksDifferError: what must be the same on all ranks is not.
-            RankError: this stage can not follow the first one.
+            RankError: this stage can not follow the first one, or the tick before was interrupted when this
+                rank had told the others.
         """
         if self._broken is not None:
             raise type(self._broken)(str(self._broken))
         try:
             self._tick(parts, links, storage, resets, most_failures)
-        except RankError as error:
-            self._broken = error
+        except BaseException as error:
+            if isinstance(error, RankError):
+                self._broken = error
+            elif self._telling:
+                # What the others apply now is not applied here. Before it, nothing has happened that counts:
+                # then the tick may be made again.
+                self._broken = RankError(
+                    f"tick {self._count} was interrupted on this rank by {error!r}: it can not go on with "
+                    "the others"
+                )
             raise
 
     def _tick(
@@ -177,7 +191,7 @@ class RankTicks:
         most_failures: int | None,
     ) -> None:
         controller, rates = parts.controller, parts.rates
-        self._count += 1
+        self._telling = False
 
         def look() -> Outcomes:
             controller.look(most_failures)
@@ -195,7 +209,7 @@ class RankTicks:
                     "can_write": 0 if storage is None else storage.can_write,
                     "load_back_threshold": load_back,
                     "prefetch_threshold": prefetch,
-                    "attached": int(self.attaching is not None),
+                    "attached": int(self.attaching),
                 },
                 [state for state, _ in outcomes],
                 [value for _, value in outcomes],
@@ -204,6 +218,8 @@ class RankTicks:
         running = parts.operations.list()
         here = look()
         host = parts.host
+        self._count += 1
+        self._telling = True
         self._ticks.begin(
             (
                 self._count,

@@ -389,16 +389,21 @@ class ManualThreads:
         job, ticket._job = ticket._job, None
         return job is not None
 
-    def run(self) -> bool:
-        """Run one job on this thread; False if there is none."""
+    def take(self) -> Callable[[], None] | None:
+        """The job that is next, to be run by the caller; None if there is none."""
         self._queued = [entry for entry in self._queued if entry[1]._job is not None]
         if not self._queued:
-            return False
+            return None
         ticket = min(self._queued, key=lambda entry: entry[0])[1]
         job, ticket._job = ticket._job, None
-        assert job is not None
-        job()
-        return True
+        return job
+
+    def run(self) -> bool:
+        """Run one job on this thread; False if there is none."""
+        job = self.take()
+        if job is not None:
+            job()
+        return job is not None
 
     def drain(self) -> None:
         while self.run():

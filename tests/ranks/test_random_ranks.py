@@ -20,17 +20,15 @@ from tests.cache.support import (
     PAGE,
     Clock,
     LateCopies,
-    ManualThreads,
-    MemoryStore,
     assert_nothing_held,
     chance,
     make_pool,
     page_content,
     read_page,
-    with_manual_threads,
     write_page,
 )
 from tests.ranks.baton import run_ranks
+from tests.ranks.hanging import CheckedStore, HangingThreads, with_hanging_threads
 from unified_cache import CacheConfig, Request, UnifiedCache, page_hashes
 from unified_cache.cache import PinnedPrefix
 from unified_cache.copies.engine import CopyHandle
@@ -64,7 +62,7 @@ class Rank:
         self.script, self.chances = random.Random(seed), random.Random(f"{seed} of {self.rank} in {stage}")
         self.digests = digests
         script, own = self.script, self.chances
-        self.clock, self.store = Clock(), MemoryStore()
+        self.clock, self.store = Clock(), CheckedStore()
         self.clock.now = own.random()
         self.faults = chance(script, 0.6)
         # What the first stage finds in its storage the others must have in theirs.
@@ -100,7 +98,7 @@ class Rank:
         assert isinstance(self.cache._copies, LateCopies)
         self.copies = self.cache._copies
         self.copies.fail = self.copy_fails
-        self.io: list[ManualThreads] = []
+        self.io: list[HangingThreads] = []  # of all storages that there were
         self.take_threads()
         self.requests: list[Request] = []
         self.pins: list[PinnedPrefix] = []
@@ -109,10 +107,10 @@ class Rank:
         self.begun = agreement.reductions
 
     def take_threads(self) -> None:
-        self.io = []
+        self.io = [worker for worker in self.io if worker.busy]
         link = self.cache._storage
         if link is not None:
-            self.io = list(with_manual_threads(self.cache))
+            self.io += with_hanging_threads(self.cache, self.hangs)
             link.wait = self.wait_for_storage  # type: ignore[method-assign]
 
     def wait_for_storage(self, timeout: float) -> None:
@@ -126,8 +124,14 @@ class Rank:
             return None
         return self.chances.choice(("down", "gone", "corrupt", "error", "timeout", "flip", "full"))
 
+    def hangs(self) -> bool:
+        """The next job of a thread stays in its first call, for some ticks."""
+        return self.faults and self.stage == 0 and chance(self.chances, 0.03)
+
     def hang(self, call: str) -> None:
         """A call of the store takes too long, and the scheduler looks meanwhile."""
+        if HangingThreads.hold():
+            return
         link = self.cache._storage
         if self.faults and self.stage == 0 and link is not None and chance(self.chances, 0.01):
             self.clock.now += 10
@@ -142,6 +146,10 @@ class Rank:
         for worker in self.io:
             for _ in range(own.randrange(4)):
                 worker.run()
+            if worker.held and chance(own, 0.05):
+                worker.let_go()
+            elif worker.held and chance(own, 0.05):
+                self.clock.now += 10
         for direction in ("backup", "load"):
             if chance(own, 0.5):
                 self.copies.run(direction)
@@ -154,6 +162,7 @@ class Rank:
         digest = self.cache.tree.digest()
         assert self.digests.setdefault(self.cache._together._count, digest) == digest
         self.digests.pop(self.cache._together._count - 2, None)
+        assert self.store.changed == 0
 
     def content(self, digest: bytes) -> torch.Tensor:
         """Other weights, and other ranks, have other bytes."""
@@ -164,7 +173,11 @@ class Rank:
         return [row.tobytes() for row in rows]
 
     def forward(self, request: Request, start: int) -> None:
-        request.wait()
+        if not self.faults and chance(self.script, 0.3):
+            # What fails under a forward ends a rank, so only where nothing does.
+            self.cache.begin_forward([request]).wait_until(1)
+        else:
+            request.wait()
         pages, digests = request.pages.tolist(), self.page_digests(request)
         for at in range(request.device_length // PAGE):
             served = read_page(self.pool.planes, pages[at])
@@ -200,11 +213,15 @@ class Rank:
         if chance(script, 0.08):
             self.drop(request)
             return
+        if not request.loaded and chance(script, 0.5):
+            return  # the same on all ranks, or they go different ways from here on
         try:
             if request.retracted:
                 request.resume()
                 self.forward(request, len(request.pages) * PAGE)
             elif not request._computing:
+                if chance(script, 0.05):
+                    request.wait_prefetch()
                 done = request.prefetch_done()
                 if chance(script, 0.8 if done else 0.1):
                     request.load_back(script.choice((None, None, 2 * PAGE)))
@@ -254,7 +271,8 @@ class Rank:
     def attach(self) -> None:
         """Take the storage away, or give it back; sometimes a rank can not use it."""
         if self.cache._storage is not None:
-            self.cache.detach_storage(timeout=self.script.choice((0, 0, 1)))
+            if not self.cache.detach_storage(timeout=self.script.choice((0, 0, 1))):
+                self.script.random()  # whatever a caller does then: it has to be the same on all ranks
             return
         fails = self.script.random()
         mine = fails < 0.2 and self.rank == self.agreement.size - 1
@@ -290,6 +308,9 @@ class Rank:
             with contextlib.suppress(CapacityError):
                 self.cache.free(self.cache.alloc(self.script.randrange(6)))
         elif chance(self.script, 0.3):
+            if not self.cache.flush(self.script.choice((0, 1, 20))):
+                self.script.random()
+        elif chance(self.script, 0.4):
             self.reset()
         elif self.stored:
             self.attach()

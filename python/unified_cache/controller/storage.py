@@ -143,6 +143,11 @@ class StorageLink:
         """A job is under way, or a thread still touches pages."""
         return any(self._jobs()) or any(True for _ in self._running())
 
+    @property
+    def settled(self) -> bool:
+        """All that was begun has come to its end, on all ranks."""
+        return not (self.busy if self._operations.alone else any(True for _ in self._running()))
+
     def _jobs(self) -> tuple[Collection[object], ...]:
         held = {job for quarantine in self._quarantine for job in quarantine.jobs}
         return self._writes.jobs, self._reads.look_ups, self._reads.batches, held
@@ -272,7 +277,8 @@ class StorageLink:
 
     def look(self) -> None:
         """What have the threads done, and what is late?"""
-        if not self.busy:
+        # Calls from before a reset may be late, and nothing else under way: they come back some time.
+        if not (self.busy or self._late):
             return
         for _ in range(_MOST_TAKEN):
             try:
@@ -301,6 +307,7 @@ class StorageLink:
         """Begin what waits."""
         if not (self.busy or self._reads.waiting or self._writes.waiting):
             return
+        self._reads.start_clocks()
         alone = self._operations.alone
         reading = self.can_read if alone else self.agreed_read
         if reading == _CAN:

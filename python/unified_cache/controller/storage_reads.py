@@ -51,7 +51,7 @@ class Prefetch(StorageOperation):
         keys: of their objects.
         namespace: of the request.
         anchor: keeps the last node that it had.
-        started: when.
+        started: when; None: at the next tick, where it is not known before what time it is for all ranks.
         threshold: tokens: a shorter hit is computed again.
         priority: of the request.
     """
@@ -65,7 +65,7 @@ class Prefetch(StorageOperation):
         keys: list[str],
         namespace: tuple[str | None, str | None],
         anchor: HostLockReceipt,
-        started: float,
+        started: float | None,
         threshold: int,
         priority: int,
     ) -> None:
@@ -226,7 +226,7 @@ class StorageReads:
             keys.keys(hashes),
             namespace,
             lock,
-            self._clock(),
+            self._clock() if self._operations.alone else None,
             threshold,
             priority,
         )
@@ -234,6 +234,12 @@ class StorageReads:
         self._asked.append(prefetch)
         self._counters.prefetches += 1
         return prefetch
+
+    def start_clocks(self) -> None:
+        """The time of what was asked for since the last tick begins now: nobody knows how long that was."""
+        for prefetch in self._asked:
+            if prefetch.started is None:
+                prefetch.started = self._clock()
 
     def ask(self) -> None:
         """Ask storage for everything that waits and has a place, in one look-up."""
@@ -385,7 +391,7 @@ class StorageReads:
         limit = self._config.prefetch_timeout
         asked_for = prefetch.wanted * self._config.page_size
         limit += self._config.prefetch_timeout_per_1024 * asked_for / 1024
-        return self._clock() - prefetch.started >= limit
+        return prefetch.started is not None and self._clock() - prefetch.started >= limit
 
     def stop(self, prefetch: Prefetch) -> None:
         """End it: what was read so far is in the tree then, the rest is freed once the threads are off it."""
@@ -444,7 +450,7 @@ class StorageReads:
                 continue
             if not prefetch.dropped:
                 self._insert(prefetch)
-                if leader is None:
+                if leader is None and prefetch.started is not None:
                     self._rates.read(prefetch.read, self._clock() - prefetch.started)
             self._end(prefetch)
             work += prefetch.followers

@@ -128,6 +128,14 @@ class Agreement(ABC):
         """
         return self.reduce_min(vector)
 
+    def all_stages(self, well: bool) -> bool:
+        """All is well on all ranks of all stages. Where there is one stage nobody is asked: `well`.
+
+        Raises:
+            RankLostError: a rank has ended, or did not come within the time limit.
+        """
+        return well
+
     def close(self) -> None:  # noqa: B027 - there may be nothing to let go of
         """Let go of what it holds; more than once is fine."""
 

@@ -11,6 +11,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+import numpy as np
+
 from unified_cache.errors import RankError, RankLostError, RanksDifferError
 from unified_cache.ranks.agreement import (
     TIME_LIMIT,
@@ -254,6 +256,10 @@ class PipelineRanks(Agreement):
     def reduce_min_of_stages(self, vector: Vector) -> Vector:
         """See `Agreement`."""
         return self._everyone.reduce_min(vector)
+
+    def all_stages(self, well: bool) -> bool:
+        """See `Agreement`."""
+        return bool(self.reduce_min_of_stages(np.array([well], np.int64))[0])
 
     def close(self) -> None:
         """See `Agreement`; the stages before and after hear of it."""
