@@ -121,6 +121,11 @@ class KeySpace:
         self.written_groups = len(self._written_ends)
 
     @property
+    def endings(self) -> list[str]:
+        """What stands behind a page's digest in the keys of its objects."""
+        return list(self._ends)
+
+    @property
     def fingerprint(self) -> str:
         """16 hex digits for all pools together; with one pool, those in its keys."""
         each = [pool.fingerprint for pool in self.pools]
