@@ -238,3 +238,31 @@ def test_doctor_without_what_the_cache_needs(
     }
     assert findings["mooncake://"]["state"] == "missing"
     assert findings["gpu"]["state"] == "missing"
+
+
+def test_prefixes_are_told_compacted_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.cache.support import make_cache, serve, toks
+
+    url = f"file://{tmp_path}/store?size=4MB"
+    with make_cache(64, storage=url, prefetch_threshold=0) as cache:
+        serve(cache, toks(33))
+        serve(cache, toks(41, 1000))
+    (said_of,) = said(capsys, "stat", url)["prefixes"]
+    assert {name: said_of[name] for name in ("prefixes", "pages", "tokens", "gone_pages")} == {
+        "prefixes": 2,
+        "pages": 18,
+        "tokens": 72,
+        "gone_pages": 0,
+    }
+    log = tmp_path / "store" / "slab.prefixes"
+    size = log.stat().st_size
+    log.write_bytes(log.read_bytes() * 2)  # everything twice
+    assert said(capsys, "gc", url, "--dry-run", "--quiet").keys() == {"objects", "deleted", "dry_run"}
+    assert log.stat().st_size == 2 * size
+    assert said(capsys, "gc", url, "--quiet")["prefix_log_bytes"] == log.stat().st_size == size
+    assert main(["storage", "stat", url]) == 0
+    assert "2 prefixes, 18 pages, 72 tokens; 0 pages are gone" in capsys.readouterr().out
+    said(capsys, "gc", url, "--keep", "0" * 16, "--quiet")
+    assert said(capsys, "stat", url)["prefixes"] == []
+    said(capsys, "clear", url, "--yes")
+    assert not log.exists()

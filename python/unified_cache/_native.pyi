@@ -32,6 +32,7 @@ __all__ = [
     "Inserted",
     "LoadBackPlan",
     "LockReceipt",
+    "LogPart",
     "Match",
     "NodeInfo",
     "PageMemory",
@@ -40,11 +41,13 @@ __all__ = [
     "Removed",
     "Replay",
     "Stored",
+    "StoredTree",
     "__version__",
     "copy_objects",
     "copy_pages",
     "object_checksums",
     "page_hashes",
+    "prefix_record",
 ]
 
 DEBUG_BUILD: Final[bool]
@@ -733,6 +736,18 @@ class PrefixTree:
         Raises:
             UnknownNodeError: `node` is no node.
         """
+    def node_tokens(self, node: int) -> _Pages:
+        """The node's own tokens, uint32 (pages * page_size,); bigram: one more.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
+    def node_namespace(self, node: int) -> tuple[str | None, str | None]:
+        """(extra_key, cache_salt) of the node; of the root, none.
+
+        Raises:
+            UnknownNodeError: `node` is no node.
+        """
     @property
     def root(self) -> int:
         """The root's id. It holds no page, is never locked and never evicted."""
@@ -969,4 +984,175 @@ def page_hashes(
 
     Raises:
         ArgumentError: a token out of range, a bad page size, a parent that is not 32 bytes.
+    """
+
+@final
+class LogPart:
+    """A piece of a prefix log, read: records of one key space, whole and with the right digests."""
+
+    def __new__(
+        cls,
+        data: Buffer,
+        *,
+        page_size: int,
+        fingerprint: str | None = None,
+        first_group: int | None = None,
+        last: bool = False,
+    ) -> Self:
+        """Read records from the front of `data`; the interpreter's lock is not held meanwhile.
+
+        Args:
+            data: bytes of a log, from where the piece before was `consumed`.
+            page_size: tokens a page: records with other pages are foreign.
+            fingerprint: of the key space, 16 ASCII characters; None: all records are foreign.
+            first_group: of the key space; None: any.
+            last: nothing follows: a record that is cut off is damaged, and is not waited for.
+
+        Raises:
+            ArgumentError: not bytes, or a number or fingerprint that can not be.
+        """
+    @property
+    def hashes(self) -> npt.NDArray[np.uint8]:
+        """Digests of the pages of its records, uint8 (pages, 32)."""
+    @property
+    def consumed(self) -> int:
+        """Bytes from the front that were taken; the others belong before the next piece."""
+    @property
+    def records(self) -> int:
+        """Records of the key space."""
+    @property
+    def damaged(self) -> int:
+        """Places where bytes were passed over, since they are no record."""
+    @property
+    def foreign(self) -> int:
+        """Records of other key spaces."""
+    @property
+    def spaces(self) -> list[tuple[str, int, int]]:
+        """(fingerprint, first group, tokens a page) of all records, each once."""
+
+@final
+class StoredTree:
+    """Which prefixes a storage holds, as far as one process knows: a node for each run of pages.
+
+    Pages are known by their digests; a page is known only if all before it are.
+    """
+
+    def __new__(cls, page_size: int, *, capacity: int) -> Self:
+        """An empty tree.
+
+        Args:
+            page_size: tokens a page.
+            capacity: pages that it may know; those used longest ago go first.
+
+        Raises:
+            ArgumentError: a number that can not be.
+        """
+    def add(
+        self,
+        hashes: npt.NDArray[np.uint8],
+        *,
+        parent: bytes | npt.NDArray[np.uint8] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[int, int]:
+        """Add pages that follow each other, and the page `parent`.
+
+        Args:
+            hashes: their digests, uint8 (pages, 32).
+            parent: digest of the page before; None at the beginning of a prefix.
+            extra_key: first half of the namespace, needed at the beginning of a prefix.
+            cache_salt: second half.
+
+        Returns:
+            How many were not known before, and how many have no place, since `parent` is not known.
+
+        Raises:
+            ArgumentError: not digests.
+        """
+    def load(
+        self, part: LogPart, held: npt.NDArray[np.bool_] | None = None, *, piece: int = 0
+    ) -> tuple[int, int]:
+        """Add the records of a part of a log, of each the pages that are held up to the first gap.
+
+        Args:
+            part: a part of a log.
+            held: bool (pages,): which pages of the part are there; None: all.
+            piece: a number for the part, that `recent` and `all` give back.
+
+        Returns:
+            As `add`.
+
+        Raises:
+            ArgumentError: not as many entries as pages.
+        """
+    def known(self, hashes: npt.NDArray[np.uint8]) -> int:
+        """How many of these pages, from the first on, are known.
+
+        Raises:
+            ArgumentError: not digests.
+        """
+    def touch(self, hashes: npt.NDArray[np.uint8]) -> int:
+        """`known`, and they count as used now.
+
+        Raises:
+            ArgumentError: not digests.
+        """
+    def forget(self, digest: bytes | npt.NDArray[np.uint8]) -> int:
+        """Forget a page and all below it; returns how many pages these were.
+
+        Raises:
+            ArgumentError: not a digest.
+        """
+    def recent(
+        self, pages: int
+    ) -> list[tuple[tuple[str | None, str | None], list[tuple[int, int, int, int]]]]:
+        """The prefixes used last, the latest first, of at most so many pages together.
+
+        Of each its namespace, and of each of its nodes from the beginning on (node, pages from its front,
+        piece, byte at which its tokens begin there). Only those that came from a log.
+
+        Raises:
+            ArgumentError: a negative number.
+        """
+    def all(
+        self,
+    ) -> list[tuple[bytes | None, tuple[str | None, str | None], int, tuple[int, int] | None]]:
+        """Of each node (digest before it, namespace, pages, (piece, byte)), parents before children."""
+    @property
+    def pages(self) -> int:
+        """How many are known."""
+    def __len__(self) -> int:
+        """Nodes."""
+    def __bool__(self) -> bool:
+        """True: an empty tree is a tree."""
+    def check_invariants(self) -> None:
+        """Recompute what the tree keeps up as it goes, and compare.
+
+        Raises:
+            InvariantError: names the first violation.
+        """
+
+def prefix_record(
+    tokens: _Integers,
+    *,
+    page_size: int,
+    fingerprint: str,
+    first_group: int = 0,
+    parent: bytes | npt.NDArray[np.uint8] | None = None,
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+) -> bytes:
+    """One record of a prefix log.
+
+    Args:
+        tokens: whole pages.
+        page_size: tokens a page.
+        fingerprint: of the key space, 16 ASCII characters.
+        first_group: of the key space.
+        parent: digest of the page before; None at the beginning of a prefix.
+        extra_key: first half of the namespace; kept at the beginning of a prefix.
+        cache_salt: second half.
+
+    Raises:
+        ArgumentError: not whole pages, a token out of range, a record of more than 64 MiB.
     """

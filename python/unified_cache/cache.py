@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from unified_cache._native import page_hashes
 from unified_cache.config import CacheConfig
 from unified_cache.controller.cache_controller import MOST_FAILURES, CacheController
 from unified_cache.controller.layer_done import LayerWait
@@ -386,6 +387,49 @@ class UnifiedCache:
         self._check_open()
         return self.tree.match_prefix(tokens, extra_key=extra_key, cache_salt=cache_salt)
 
+    def match_stored(
+        self, tokens: _Integers, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """How many tokens of a prompt, from the first on, storage holds, as far as is known here.
+
+        Whole pages. No storage is asked, so it is a hint: of what other processes have stored since this one
+        has read the storage's log it knows nothing, and of what was evicted it hears when it asks.
+
+        Raises:
+            ArgumentError: a token out of range, a namespace that is no string.
+        """
+        self._check_open()
+        if self._storage is None:
+            return 0
+        hashes = page_hashes(as_tokens(tokens), self.page_size, extra_key=extra_key, cache_salt=cache_salt)
+        return self._storage.stored.known(hashes) * self.page_size
+
+    def warm(self, timeout: float | None = None) -> bool:
+        """Tick until it is known what storage holds, and what `CacheConfig.storage_warm` allows is on host.
+
+        Nobody has to wait for it: requests are served meanwhile, and come first.
+
+        Args:
+            timeout: seconds of real time; None: no limit.
+
+        Returns:
+            False if there was not enough time. With other ranks it is one tick, and what is known by then.
+
+        Raises:
+            ArgumentError: a timeout that is not a number.
+        """
+        self._check_open()
+        end = None if timeout is None else time.monotonic() + _as_seconds(timeout, "timeout")
+        self.tick()
+        while self._storage is not None and self._storage.warming:
+            left = None if end is None else end - time.monotonic()
+            # Others tick as often as this one, so what only this one knows must not make it tick.
+            if self._together is not None or (left is not None and left <= 0):
+                return False
+            self._storage.wait(_POLL_SECONDS if left is None else min(left, _POLL_SECONDS))
+            self.tick()
+        return True
+
     def lock(self, node: int) -> LockReceipt:
         """Keep the path to `node` on device until `unlock`.
 
@@ -650,7 +694,8 @@ class UnifiedCache:
 
     def usage(self) -> dict[str, int]:
         """What is held now, in pages by tier: in all, free, in the tree, of requests, of copies that ended
-        late; on host also what is being read from storage.
+        late; on host also what is being read from storage. And what storage is known to hold: its pages, and
+        the nodes that these make.
 
         ``free + tree + request + quarantined (+ reading) = pages``; on device what `alloc` gave to somebody
         else comes to that.
@@ -676,6 +721,8 @@ class UnifiedCache:
             "host_request_pages": sum(pages.host_pages for pages in away) + host_abandoned,
             "host_quarantined_pages": len(host_quarantined),
             "host_reading_pages": sum(link.reading_pages for link in links),
+            "stored_pages": 0 if self._storage is None else self._storage.stored.tree.pages,
+            "stored_prefixes": 0 if self._storage is None else len(self._storage.stored.tree),
         }
 
     def take_events(self) -> list[Stored | Removed | Cleared]:
@@ -960,6 +1007,12 @@ class UnifiedCache:
                 self._release_prefetch(prefetch)
                 raise
         return prefetch
+
+    def _known_stored(self, prefetch: Prefetch) -> int:
+        """Tokens that a prefetch looks for and storage is known to hold."""
+        if self._storage is None:
+            return 0
+        return self._storage.stored.known(prefetch.hashes) * self.page_size
 
     def _prefetch_over(self, prefetch: Prefetch) -> bool:
         return prefetch.reads.over(prefetch)

@@ -107,6 +107,9 @@ class CacheConfig:
         storage_timeout: seconds that a call to the storage may take; after that it is a miss.
         storage_read_threads: threads that look for and read stored pages.
         storage_write_threads: threads that write them.
+        storage_warm: part of the host pool that may be in use for what was stored last to come back to host
+            after a start, in the background, before somebody asks for it; 0: only what is asked for.
+        storage_tree_pages: pages that the stored tree may know, at about 70 bytes each.
         storage_compression: "zstd" or "lz4": stored pages are compressed, where that makes them smaller.
         kv_heads: heads of keys and values of the whole model, or one number for each pool: where there are
             fewer than ranks, several of these hold the same ones. None: those of the device pool, times the
@@ -152,6 +155,8 @@ class CacheConfig:
     storage_timeout: float = DEADLINE_SECONDS
     storage_read_threads: int = 4
     storage_write_threads: int = 2
+    storage_warm: float = 0.5
+    storage_tree_pages: int = 4_000_000
     storage_compression: Literal["zstd", "lz4"] | None = None
     kv_heads: int | Sequence[int | None] | None = None
     storage_head_groups: int | Sequence[int | None] | None = None
@@ -197,6 +202,10 @@ class CacheConfig:
         _number("storage_timeout", self.storage_timeout, above=0)
         _integer("storage_read_threads", self.storage_read_threads, 1, 256)
         _integer("storage_write_threads", self.storage_write_threads, 1, 256)
+        _number("storage_warm", self.storage_warm)
+        if self.storage_warm > 1:
+            raise ArgumentError(f"storage_warm must be a number in 0..1, not {self.storage_warm!r}")
+        _integer("storage_tree_pages", self.storage_tree_pages, 1, 2**31 - 1)
         _one_of("storage_compression", self.storage_compression, (None, *CODECS))
         _of_pools("kv_heads", self.kv_heads)
         _of_pools("storage_head_groups", self.storage_head_groups)

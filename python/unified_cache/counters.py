@@ -46,6 +46,9 @@ class Counters:
     storage_failed_pages: int = 0  # not stored; tried again at their next access
     storage_skipped_pages: int = 0  # not handed to storage, since too much was on its way
     storage_corrupt_pages: int = 0
+    storage_warmed_pages: int = 0  # of those read, that nobody had asked for yet
+    storage_unlogged_pages: int = 0  # that the log of prefixes could not take
+    storage_damaged_records: int = 0  # places in the log of prefixes that could not be read
     storage_errors: int = 0
 
     def as_dict(self) -> dict[str, int]:

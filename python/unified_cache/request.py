@@ -124,6 +124,7 @@ class Request:
         self._computing_from = 0
         self._prefetch: Prefetch | None = None
         self._storage_hit = 0
+        self._stored = 0
         match = self._match()
         self._host_hit = match.host_hit_length
         try:
@@ -144,6 +145,8 @@ class Request:
                 (self._extra_key, self._cache_salt),
                 self._priority,
             )
+        if self._prefetch is not None:
+            self._stored = self._cache._known_stored(self._prefetch)
 
     # What is there
 
@@ -166,6 +169,14 @@ class Request:
     def host_hit_length(self) -> int:
         """Tokens right after those on device that were on host at the begin."""
         return self._host_hit
+
+    @property
+    def stored_length(self) -> int:
+        """Tokens after those on host that storage was known to hold at the begin, before it was asked.
+
+        A hint for whoever admits requests; 0 if storage is not asked, since it would not pay or can not be.
+        """
+        return self._stored
 
     @property
     def storage_hit_length(self) -> int:

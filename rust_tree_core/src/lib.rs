@@ -9,6 +9,8 @@
 //!
 //! Module [`replay`] is such a caller, made of counters: it replays a trace and says what would have been hit.
 //!
+//! Module [`stored`] has a second, smaller tree: what a storage holds, and the log that brings it back.
+//!
 //! One thread changes a tree; nothing in here waits. With the feature `python` the crate is also the native
 //! module of the Python package: module `python` converts and decides nothing.
 
@@ -24,6 +26,7 @@ mod namespace;
 #[cfg(feature = "python")]
 mod python;
 pub mod replay;
+pub mod stored;
 mod tokens;
 mod tree;
 

@@ -38,7 +38,8 @@ def make_pool(pages: int = 16, *, layers: int = 3, dtype: torch.dtype = torch.fl
 def make_cache(pages: int | Pool | Sequence[Pool] = 16, **settings: Any) -> UnifiedCache:
     """A cache on a small pool, or on what is given."""
     others = {name: settings.pop(name) for name in ("clock", "copies") if name in settings}
-    config = CacheConfig(page_size=PAGE, **({"model": "test"} | settings))
+    # Nothing comes back by itself, unless a test is about that.
+    config = CacheConfig(page_size=PAGE, **({"model": "test", "storage_warm": 0.0} | settings))
     return UnifiedCache(config, make_pool(pages) if isinstance(pages, int) else pages, **others)
 
 

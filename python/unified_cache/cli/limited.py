@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from unified_cache.errors import StorageTimeoutError
-from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus, PrefixLog
 from unified_cache.storage.guard import GRACE
 
 __all__ = ["LimitedBackend", "is_held_up"]
@@ -22,6 +25,7 @@ __all__ = ["LimitedBackend", "is_held_up"]
 _CALLS = "unified-cache storage command"
 _HELD_UP = f"{_CALLS}, held up"
 _KEYS = 1024  # that are asked for in one call
+_DIGESTS = 2048  # likewise
 
 _T = TypeVar("_T")
 
@@ -134,6 +138,19 @@ class LimitedBackend(Backend):
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         return self._call("exists", lambda: self.backend.exists(runs))
 
+    def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
+        there = np.zeros(len(digests), np.bool_)
+        for start in range(0, len(digests), _DIGESTS):
+            there[start : start + _DIGESTS] = self._holds(digests[start : start + _DIGESTS], ending)
+        return there
+
+    def _holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
+        return self._call("exists", lambda: self.backend.holds(digests, ending))
+
+    def prefix_log(self) -> PrefixLog | None:
+        log = self._call("prefix_log", self.backend.prefix_log)
+        return None if log is None else _LimitedLog(log, self._call)
+
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
         return self._call("get", lambda: self.backend.get(batch))
 
@@ -172,3 +189,31 @@ class LimitedBackend(Backend):
     def _close_late(self) -> None:
         with suppress(Exception):
             self.backend.close()
+
+
+class _LimitedLog(PrefixLog):
+    """Its log likewise; but a rewrite takes as long as it takes, within which each question has its limit.
+
+    Args:
+        log: the log.
+        call: makes a call within its limit: its name, and what it does.
+    """
+
+    def __init__(self, log: PrefixLog, call: Callable[..., Any]) -> None:
+        self._log = log
+        self._call = call
+
+    def append(self, records: bytes) -> int:
+        size: int = self._call("prefix_log", lambda: self._log.append(records))
+        return size
+
+    def read(self) -> Iterator[bytes]:
+        pieces = self._log.read()
+        while piece := self._call("prefix_log", lambda: next(pieces, b"")):
+            yield piece
+
+    def rewrite(self, keep: Callable[[Iterator[bytes]], Iterable[bytes] | None]) -> int | None:
+        return self._log.rewrite(keep)
+
+    def clear(self) -> None:
+        self._call("prefix_log", self._log.clear)

@@ -2,9 +2,10 @@
 
 check   can it be reached, how fast is it, and does loading pages beat computing them?
 ls      the keys of its objects
-stat    how many objects, how many bytes
+stat    how many objects, how many bytes, and of what prefixes
 verify  reads every object and its checksum
-gc      deletes what no reader can use: damaged objects, and with --keep those of other models
+gc      deletes what no reader can use: damaged objects, and with --keep those of other models; and what is
+        told of prefixes that are gone
 clear   deletes everything
 """
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, work, options, text in (
         ("check", _check, _check_options, "can it be reached, how fast is it, does loading beat computing?"),
         ("ls", _ls, _ls_options, "the keys of its objects"),
-        ("stat", _stat, _no_options, "how many objects, how many bytes"),
+        ("stat", _stat, _no_options, "how many objects, how many bytes, and of what prefixes"),
         ("verify", _verify, _no_options, "read every object and its checksum"),
         ("gc", _gc, _gc_options, "delete what no reader can use"),
         ("clear", _clear, _clear_options, "delete everything"),
@@ -222,10 +223,31 @@ def _ls(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
 
 
 def _stat(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    from unified_cache.storage.prefixes import known_prefixes
+
     with _opened(arguments) as backend:
         stats = dict(backend.stats())
-    text = "\n".join(f"{name:<20}{count:>20}" for name, count in stats.items())
-    return {"url": str(arguments.url)} | stats, text, 0
+        log = backend.prefix_log()
+        known = [] if log is None else known_prefixes(backend, log)
+    lines = [f"{name:<20}{count:>20}" for name, count in stats.items()]
+    prefixes = []
+    for one in known:
+        tokens = one.pages * one.page_size
+        prefixes.append(
+            {
+                "fingerprint": one.fingerprint,
+                "first_group": one.first_group,
+                "prefixes": one.prefixes,
+                "pages": one.pages,
+                "tokens": tokens,
+                "gone_pages": one.gone,
+            }
+        )
+        lines.append(
+            f"{one.fingerprint}-{one.first_group:04x}: {one.prefixes} prefixes, {one.pages} pages, "
+            f"{tokens} tokens; {one.gone} pages are gone"
+        )
+    return {"url": str(arguments.url)} | stats | {"prefixes": prefixes}, "\n".join(lines), 0
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
@@ -246,7 +268,20 @@ def _gc(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     counts, _ = _read_all(arguments, delete, arguments.keep)
     what = "would be deleted" if arguments.dry_run else "deleted"
     report = {"objects": counts["objects"], "deleted": deleted, "dry_run": arguments.dry_run}
-    return report, f"{deleted} of {counts['objects']} objects {what}", 0
+    text = f"{deleted} of {counts['objects']} objects {what}"
+    if not arguments.dry_run and (size := _compact(arguments)) is not None:
+        report["prefix_log_bytes"] = size
+        text += f"; the log of prefixes has {size} bytes now"
+    return report, text, 0
+
+
+def _compact(arguments: argparse.Namespace) -> int | None:
+    """Leave in the log of prefixes what is there; its bytes then, None if there is none."""
+    from unified_cache.storage.prefixes import compact
+
+    with _opened(arguments) as backend:
+        log = backend.prefix_log()
+        return None if log is None else compact(backend, log)
 
 
 def _read_all(

@@ -25,6 +25,8 @@ from unified_cache.controller.storage_operations import (
 )
 from unified_cache.controller.storage_reads import Prefetch, StorageReads
 from unified_cache.controller.storage_writes import StorageWrites, WrittenPages
+from unified_cache.controller.stored_prefixes import AppendJob, CompactJob, LoadJob, StoredPrefixes
+from unified_cache.controller.warm_up import WarmUp
 from unified_cache.counters import Counters
 from unified_cache.pools.allocator import PageAllocator, Pages
 from unified_cache.storage.backup import StorageBackup, WriteJob
@@ -71,6 +73,7 @@ class StorageLink:
 
     Attributes:
         guard: what calls the backend.
+        stored: what is known of the prefixes in storage.
         agreed_read: `can_read` of all ranks.
         agreed_write: `can_write` of all ranks.
 
@@ -113,11 +116,28 @@ class StorageLink:
         self._reader = StoragePrefetch(
             self.guard, WorkerPool("unified-cache storage reads", config.storage_read_threads), self._done
         )
-        most_jobs = _JOBS_A_THREAD * config.storage_write_threads
-        self._writes = StorageWrites(tree, host, objects, self._backup, counters, most_jobs, operations)
-        self._reads = StorageReads(
-            tree, host, objects, self._reader, config, now, counters, rates, operations
+        self.stored = StoredPrefixes(
+            self.guard,
+            keys,
+            config.page_size,
+            config.storage_tree_pages,
+            lambda: self._reader.threads,
+            lambda: self._backup.threads,
+            self._done,
+            counters,
         )
+        most_jobs = _JOBS_A_THREAD * config.storage_write_threads
+        self._writes = StorageWrites(
+            tree, host, objects, self._backup, counters, most_jobs, operations, self.stored
+        )
+        self._reads = StorageReads(
+            tree, host, objects, self._reader, config, now, counters, rates, operations, self.stored
+        )
+        # When a log was read is no matter that ranks agree on.
+        most_warm = int(config.storage_warm * host.num_pages) if operations.alone else 0
+        self._warm_up = WarmUp(tree, host, self._reads, self._start_warm, most_warm, counters)
+        self._warms = most_warm > 0
+        self.stored.want(most_warm)
         self._reads.host_evicted = self._writes.host_evicted
         self._operations = operations
         self._late: set[object] = set()
@@ -131,12 +151,22 @@ class StorageLink:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way, but for calls that are past their deadline."""
+        """Nothing is under way that somebody waits for, but for calls that are past their deadline."""
         if self._writes.waiting or self._reads.waiting:
             return False
         if not self._operations.alone:
             return all(operation.agreed >= FINAL for operation in self._running())
-        return all(job in self._late for jobs in self._jobs() for job in jobs)
+        if self.stored.waiting:
+            return False
+        return all(job in self._late or self._in_background(job) for jobs in self._jobs() for job in jobs)
+
+    def _in_background(self, job: object) -> bool:
+        return isinstance(job, LoadJob | CompactJob) or self._reads.in_background(job)
+
+    @property
+    def warming(self) -> bool:
+        """What storage holds is being found out, or brought back to host."""
+        return self.stored.reading or self._warm_up.active
 
     @property
     def busy(self) -> bool:
@@ -145,12 +175,14 @@ class StorageLink:
 
     @property
     def settled(self) -> bool:
-        """All that was begun has come to its end, on all ranks."""
-        return not (self.busy if self._operations.alone else any(True for _ in self._running()))
+        """All that was begun, but for the background, has come to its end, on all ranks."""
+        if not self._operations.alone:
+            return not any(True for _ in self._running())
+        return all(self._in_background(job) for jobs in self._jobs() for job in jobs)
 
     def _jobs(self) -> tuple[Collection[object], ...]:
         held = {job for quarantine in self._quarantine for job in quarantine.jobs}
-        return self._writes.jobs, self._reads.look_ups, self._reads.batches, held
+        return self._writes.jobs, self._reads.look_ups, self._reads.batches, self.stored.jobs, held
 
     def _running(self) -> Iterator[StorageOperation]:
         """Those of this link that have a place in what ranks tell one another."""
@@ -183,13 +215,13 @@ class StorageLink:
     def can_read(self) -> int:
         """2: the storage may be asked, and a thread is left that can; 1: it may be soon; 0: it is down, or no
         thread is left, so nobody should wait."""
-        held = sum(isinstance(job, LookUp | ReadBatch) for job in self._late)
+        held = sum(isinstance(job, LookUp | ReadBatch | LoadJob) for job in self._late)
         return self._can(held < self._read_threads)
 
     @property
     def can_write(self) -> int:
         """The same of writing."""
-        held = sum(isinstance(job, WriteJob) for job in self._late)
+        held = sum(isinstance(job, WriteJob | AppendJob) for job in self._late)
         return self._can(held < self._write_threads)
 
     def _can(self, thread_left: bool) -> int:
@@ -212,6 +244,7 @@ class StorageLink:
     def use_keys(self, keys: KeySpace) -> None:
         """What is written and looked for from now on holds other bytes; nothing may be under way."""
         self._keys = keys
+        self.stored.use_keys(keys)
 
     # Host to storage
 
@@ -256,6 +289,15 @@ class StorageLink:
             return None
         return self._reads.start(tokens, first, anchor, namespace, priority, self._keys)
 
+    def _start_warm(
+        self,
+        tokens: npt.NDArray[np.uint32],
+        first: int,
+        anchor: int,
+        namespace: tuple[str | None, str | None],
+    ) -> Prefetch | None:
+        return self._reads.start(tokens, first, anchor, namespace, 0, self._keys, background=True)
+
     def over(self, prefetch: Prefetch) -> bool:
         """The request need not wait any longer."""
         return self._reads.over(prefetch)
@@ -291,6 +333,8 @@ class StorageLink:
                 self._reads.late(job)
             elif isinstance(job, WriteJob):
                 self._writes.late(job)
+            elif isinstance(job, LoadJob | AppendJob):
+                self.stored.late(job)
 
     def apply(self, operation: StorageOperation, state: int, pages: int) -> None:
         """All ranks have come so far with it."""
@@ -305,9 +349,12 @@ class StorageLink:
 
     def go_on(self) -> None:
         """Begin what waits."""
-        if not (self.busy or self._reads.waiting or self._writes.waiting):
+        waiting = self._reads.waiting or self._writes.waiting or self.stored.due or self._warm_up.active
+        if not (self.busy or waiting):
             return
         self._reads.start_clocks()
+        if self._warm_up.active:
+            self._warm_up.tick(can_read=self.can_read == _CAN)
         alone = self._operations.alone
         reading = self.can_read if alone else self.agreed_read
         if reading == _CAN:
@@ -319,6 +366,15 @@ class StorageLink:
             self._begin_writes()
         elif writing == _NOBODY:
             self._writes.give_up_waiting()
+        # What this process knows is its own affair, whatever others can.
+        can_write = self.can_write
+        if can_write == _NOBODY:
+            self.stored.give_up()
+        self.stored.tick(
+            can_read=self.can_read == _CAN,
+            can_write=can_write == _CAN,
+            writing=bool(self._writes.jobs or self._writes.waiting),
+        )
 
     def wait(self, timeout: float) -> None:
         """Wait until something has ended, and take it."""
@@ -341,6 +397,10 @@ class StorageLink:
             self._reads.looked_up(job)
         elif isinstance(job, ReadBatch) and job in self._reads.batches:
             self._reads.take(job)
+        elif isinstance(job, LoadJob | AppendJob | CompactJob) and job in self.stored.jobs:
+            recent = self.stored.take(job)
+            if self._warms:
+                self._warm_up.begin(recent)
 
     def _release(self, held: Quarantine) -> None:
         del self._quarantine[held]
@@ -357,6 +417,9 @@ class StorageLink:
     def cancel(self) -> None:
         """Forget everything: the tree and the pools are reset next. What threads touch is in quarantine."""
         self._forget_ended()
+        self._warm_up.forget()
+        self._warms = False
+        self.stored.want(0)
         for pages, jobs in [*self._reads.forget(), *self._writes.forget()]:
             held = Quarantine(pages, jobs, self._late)
             self._quarantine[held] = None
@@ -377,13 +440,17 @@ class StorageLink:
                     self._reads.batches.pop(job, None)
                 elif isinstance(job, WriteJob) and job in self._writes.jobs:
                     self._writes.jobs[job].ended = True
+                elif isinstance(job, LoadJob | AppendJob | CompactJob) and job in self.stored.jobs:
+                    self.stored.take(job)
         except queue.Empty:
             return
 
     def stop_all(self) -> None:
         """Begin nothing more; what runs ends when its call has returned, and is taken at a tick."""
+        self._warm_up.stop()
         self._writes.stop()
         self._reads.stop_all()
+        self.stored.stop()
 
     def close(self) -> None:
         """End the threads and close the backend; jobs that have not begun are dropped.

@@ -25,17 +25,21 @@ from unified_cache.controller.storage_operations import (
     StorageOperation,
     StorageOperations,
 )
+from unified_cache.controller.stored_prefixes import StoredPrefixes
 from unified_cache.counters import Counters
 from unified_cache.pools.allocator import PageAllocator, Pages
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.keys import KeySpace
 from unified_cache.storage.objects import PageObjects
 from unified_cache.storage.prefetch import LookUp, ReadBatch, StoragePrefetch, batches
+from unified_cache.storage.prefixes import PrefixPages
 
 __all__ = ["Prefetch", "StorageReads"]
 
 # Runs that storage was asked for and has not answered: storage that is slow must not pile them up.
 _MOST_RUNS = 256
+# Among reads: those in the background come after all others.
+_LAST = -(2**63)
 
 
 class Prefetch(StorageOperation):
@@ -47,6 +51,7 @@ class Prefetch(StorageOperation):
         reads: whose it is.
         tokens: of the request, as far as they may be hits.
         first: pages of these that it had.
+        parent: digest of the last of these; None if there is none.
         hashes: digests of the pages after them, uint8 (pages, 32).
         keys: of their objects.
         namespace: of the request.
@@ -54,6 +59,7 @@ class Prefetch(StorageOperation):
         started: when; None: at the next tick, where it is not known before what time it is for all ranks.
         threshold: tokens: a shorter hit is computed again.
         priority: of the request.
+        background: nobody waits for it: it takes no room from others, and no request follows it.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Prefetch(StorageOperation):
         reads: StorageReads,
         tokens: npt.NDArray[np.uint32],
         first: int,
+        parent: bytes | None,
         hashes: npt.NDArray[np.uint8],
         keys: list[str],
         namespace: tuple[str | None, str | None],
@@ -68,16 +75,19 @@ class Prefetch(StorageOperation):
         started: float | None,
         threshold: int,
         priority: int,
+        background: bool = False,
     ) -> None:
         self.reads = reads
         self.tokens = tokens
         self.first = first
+        self.parent = parent
         self.hashes = hashes
         self.keys = keys
         self.namespace = namespace
         self.started = started
         self.threshold = threshold
         self.priority = priority
+        self.background = background
         self.phase: Literal["wait", "look up", "read", "ended"] = "wait"
         self.stopped = False  # the request does not wait any longer
         self.dropped = False  # nor does anybody else: no more of it is read
@@ -92,6 +102,7 @@ class Prefetch(StorageOperation):
         self.pending = 0  # batches that have not ended
         self.late = False  # the storage has not answered one of them in time
         self.found: int | None = None  # pages from the front, once this rank knows
+        self.answered = False  # the storage has said so
         self.agreed_read: int | None = None  # pages that all ranks have read; None: this rank is alone
         self.kept = 0  # pages from the front that were given to the tree: the rest is ours
         self.refused = False  # the tree takes nothing there
@@ -101,6 +112,12 @@ class Prefetch(StorageOperation):
     def wanted(self) -> int:
         """Pages that are looked for."""
         return len(self.hashes)
+
+    def pages_of(self, page_size: int) -> PrefixPages:
+        """The pages that are looked for, as storage has them."""
+        begin = self.first * page_size
+        tokens = self.tokens[begin : begin + self.wanted * page_size]
+        return PrefixPages(self.hashes, tokens, self.parent, self.namespace)
 
     @property
     def read(self) -> int:
@@ -145,6 +162,7 @@ class StorageReads:
         counters: counts.
         rates: which hits are worth reading; told how long reading takes.
         operations: those under way.
+        stored: told what storage has, and what it has not.
     """
 
     def __init__(
@@ -158,6 +176,7 @@ class StorageReads:
         counters: Counters,
         rates: LoadOrRecompute,
         operations: StorageOperations,
+        stored: StoredPrefixes,
     ) -> None:
         self._tree = tree
         self._host = host
@@ -168,6 +187,7 @@ class StorageReads:
         self._counters = counters
         self._rates = rates
         self._operations = operations
+        self._stored = stored
         self._asked: list[Prefetch] = []
         self._looking: dict[Prefetch, None] = {}
         self.look_ups: dict[LookUp, list[Prefetch]] = {}
@@ -188,6 +208,19 @@ class StorageReads:
         return len(self._asked)
 
     @property
+    def quiet(self) -> bool:
+        """No request waits for storage."""
+        if not all(prefetch.background for prefetch in self._asked):
+            return False
+        return all(self.in_background(job) for jobs in (self.look_ups, self.batches) for job in jobs)
+
+    def in_background(self, job: object) -> bool:
+        """Nobody waits for this look-up or batch."""
+        if isinstance(job, LookUp):
+            return all(prefetch.background for prefetch in self.look_ups.get(job, ()))
+        return isinstance(job, ReadBatch) and job in self.batches and self.batches[job].background
+
+    @property
     def held_pages(self) -> int:
         """Host pages that are being read, and are not in the tree."""
         return sum(len(prefetch.pages) - prefetch.kept for prefetch in self._reading)
@@ -202,12 +235,18 @@ class StorageReads:
         namespace: tuple[str | None, str | None],
         priority: int,
         keys: KeySpace,
+        *,
+        background: bool = False,
     ) -> Prefetch | None:
-        """Look in storage for the whole pages of `tokens` after the first ones, which end with `anchor`."""
+        """Look in storage for the whole pages of `tokens` after the first ones, which end with `anchor`.
+
+        In the background: whatever the thresholds say, into pages that are free, and after what requests
+        wait for. Only where a rank is alone.
+        """
         page_size = self._config.page_size
         rest = tokens[first * page_size :]
         # A hit is at most as long as the key: what is not worth reading then is not looked for.
-        if len(rest) < page_size or not self._rates.worth_reading(len(rest)):
+        if len(rest) < page_size or not (background or self._rates.worth_reading(len(rest))):
             return None
         if len(self._asked) + len(self._looking) >= _MOST_RUNS:
             self._counters.prefetches_refused += 1
@@ -217,22 +256,24 @@ class StorageReads:
         hashes = page_hashes(rest, page_size, parent=parent, extra_key=extra_key, cache_salt=cache_salt)
         lock = self._tree.inc_host_lock_ref(anchor)
         # Not more than was asked for, since that may be an attempt to see whether reading pays by now.
-        threshold = min(self._rates.prefetch_threshold, len(rest))
+        threshold = 0 if background else min(self._rates.prefetch_threshold, len(rest))
         prefetch = Prefetch(
             self,
             tokens,
             first,
+            None if parent is None else parent.tobytes(),
             hashes,
             keys.keys(hashes),
             namespace,
             lock,
             self._clock() if self._operations.alone else None,
             threshold,
-            priority,
+            _LAST if background else priority,
+            background,
         )
         self._groups = keys.groups
         self._asked.append(prefetch)
-        self._counters.prefetches += 1
+        self._counters.prefetches += not background
         return prefetch
 
     def start_clocks(self) -> None:
@@ -269,6 +310,7 @@ class StorageReads:
         for prefetch, objects in zip(asked, found or [0] * len(asked), strict=True):
             if prefetch.phase == "look up":
                 prefetch.found = objects // self._groups
+                prefetch.answered = found is not None
                 if self._operations.alone:
                     self._found(prefetch, prefetch.found)
 
@@ -288,6 +330,8 @@ class StorageReads:
         page_size = self._config.page_size
         self._looking.pop(prefetch, None)
         self._counters.storage_found_pages += found
+        if prefetch.answered:
+            self._stored.looked_up(prefetch.pages_of(page_size), found)
         # What is being read for somebody else, from the front. One that was dropped reads no more, and its
         # last call may be one that never ends.
         leader, head = None, 0
@@ -299,7 +343,7 @@ class StorageReads:
         room = max(self._host.num_pages // 2 - sum(len(other.pages) for other in self._reading), 0)
         pages = min(found - head, room)
         if (short := pages - self._host.free_pages) > 0:
-            pages -= short - self._tree.evictable_host_pages(short)
+            pages -= short - (0 if prefetch.background else self._tree.evictable_host_pages(short))
         if (head + pages) * page_size < prefetch.threshold or head + pages == 0:
             self._end(prefetch)
             return
@@ -325,8 +369,9 @@ class StorageReads:
             batch = ReadBatch(keys, *self._objects.of(prefetch.pages[start:end]), groups)
             prefetch.batches.append(batch)
             self.batches[batch] = prefetch
-            for key in keys[::groups]:
-                self._readers[key] = prefetch
+            if not prefetch.background:  # else a request would wait for what comes last
+                for key in keys[::groups]:
+                    self._readers[key] = prefetch
         prefetch.pending = len(prefetch.batches)
         for batch in prefetch.batches:
             self._reader.read(batch, prefetch.priority)
@@ -340,6 +385,9 @@ class StorageReads:
         self._counters.storage_corrupt_pages += batch.statuses.count(PageStatus.CORRUPT)
         unanswered = PageStatus.ERROR in batch.statuses or PageStatus.TIMEOUT in batch.statuses
         self._counters.storage_errors += unanswered
+        for at, status in enumerate(batch.statuses):
+            if status in (PageStatus.MISS, PageStatus.CORRUPT):
+                self._stored.missing(bytes.fromhex(batch.keys[at][:64]))
         if self._operations.alone:
             self._settle(prefetch)
 
@@ -450,7 +498,7 @@ class StorageReads:
                 continue
             if not prefetch.dropped:
                 self._insert(prefetch)
-                if leader is None and prefetch.started is not None:
+                if leader is None and prefetch.started is not None and not prefetch.background:
                     self._rates.read(prefetch.read, self._clock() - prefetch.started)
             self._end(prefetch)
             work += prefetch.followers

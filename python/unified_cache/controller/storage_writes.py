@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,12 +18,14 @@ from unified_cache.controller.storage_operations import (
     StorageOperation,
     StorageOperations,
 )
+from unified_cache.controller.stored_prefixes import StoredPrefixes
 from unified_cache.counters import Counters
 from unified_cache.errors import UnknownNodeError
 from unified_cache.pools.allocator import PageAllocator, Pages
 from unified_cache.storage.backup import BATCH_PAGES, StorageBackup, WriteJob
 from unified_cache.storage.keys import KeySpace
 from unified_cache.storage.objects import PageObjects
+from unified_cache.storage.prefixes import PrefixPages
 
 __all__ = ["StorageWrites"]
 
@@ -43,6 +46,7 @@ class WrittenPages(StorageOperation):
     locks: list[HostLockReceipt] = field(default_factory=list)
     digests: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     pages: list[Pages] = field(default_factory=list)
+    prefixes: list[PrefixPages] = field(default_factory=list)
 
     @property
     def outcome(self) -> tuple[int, int]:
@@ -63,6 +67,7 @@ class StorageWrites:
         counters: counts.
         most_jobs: jobs under way: what comes meanwhile waits, and goes out together.
         operations: those under way.
+        stored: told what storage has.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class StorageWrites:
         counters: Counters,
         most_jobs: int,
         operations: StorageOperations,
+        stored: StoredPrefixes,
     ) -> None:
         self._tree = tree
         self._host = host
@@ -82,6 +88,7 @@ class StorageWrites:
         self._counters = counters
         self._most_jobs = most_jobs
         self._operations = operations
+        self._stored = stored
         self.jobs: dict[WriteJob, WrittenPages] = {}
         self._writing_pages = 0
         # Nodes to be written, with the pages they had when they were named.
@@ -190,9 +197,16 @@ class StorageWrites:
                 taken.locks.append(self._tree.inc_host_lock_ref(part))
                 taken.digests.append(self._tree.page_hashes(part))
                 taken.pages.append(host_pages)
+                taken.prefixes.append(self._prefix(part, taken.digests[-1]))
         for node in seen:
             del self.waiting[node]
         return taken
+
+    def _prefix(self, node: int, digests: npt.NDArray[np.uint8]) -> PrefixPages:
+        """A node as storage is to remember it."""
+        tree, parent = self._tree, self._tree.node_info(node).parent
+        before = None if parent in (None, tree.root) else tree.page_hashes(parent)[-1].tobytes()
+        return PrefixPages(digests, tree.node_tokens(node), before, tree.node_namespace(node))
 
     def _parts(self, node: int, pages: int) -> list[tuple[int, Pages]]:
         """What is on host of what `node` held when it had so many pages: nodes, ancestors first."""
@@ -237,10 +251,24 @@ class StorageWrites:
             self._tree.dec_host_lock_ref(lock)
         self._writing_pages -= job.pages
         self._counters.storage_written_pages += job.written_pages
+        self._tell(taken.prefixes, job, stored)
         if stored < job.pages:
             self._counters.storage_errors += 1
             self._counters.storage_failed_pages += job.pages - stored
             self._remember(np.concatenate(taken.digests)[stored:])
+
+    def _tell(self, prefixes: Sequence[PrefixPages], job: WriteJob, stored: int) -> None:
+        """Say which pages are in storage now, and from where on they were not before."""
+        written = [at // job.groups for at in job.written]
+        begin = 0
+        for prefix in prefixes:
+            end = begin + len(prefix.hashes)
+            first = bisect.bisect_left(written, begin)
+            if first < len(written) and written[first] < end:
+                # If it was there once, and is known, it may have been struck out of the log since.
+                self._stored.missing(prefix.hashes[written[first] - begin].tobytes())
+            self._stored.stored(prefix, min(max(stored - begin, 0), end - begin))
+            begin = end
 
     def stop(self) -> None:
         """Begin nothing more; what is queued ends now, what runs after its batch."""

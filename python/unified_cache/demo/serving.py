@@ -143,6 +143,7 @@ class Server:
             model="demo",
             prefetch_policy="wait_complete",
             prefetch_threshold=PAGE_SIZE,
+            storage_warm=0.0,  # what is read is what was asked for, so that two runs show the same
         )
         self._start()
 

@@ -71,17 +71,31 @@ class WriteJob(ObjectJob):
 
     Its objects are those that this rank writes; there may be none: others write those pages, and as far as
     this rank is concerned they are stored.
+
+    Attributes:
+        written: the objects that this job has written, by their places, ascending; the others were there.
     """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        views: Sequence[memoryview],
+        addresses: npt.NDArray[np.uint64],
+        groups: int = 1,
+        *,
+        pages: int | None = None,
+    ) -> None:
+        super().__init__(keys, views, addresses, groups, pages=pages)
+        self.written: list[int] = []
 
     # Valid once the job was taken as done:
     stored = 0  # pages from the front that are in storage now, as far as this rank writes them
-    written = 0  # objects that this job has written
     failed = False  # the storage did not answer, or has no room
 
     @property
     def written_pages(self) -> int:
         """Pages whose objects this job has written."""
-        return self.written // self.groups if self.groups else 0
+        return len(self.written) // self.groups if self.groups else 0
 
 
 class StorageBackup:
@@ -125,9 +139,9 @@ class StorageBackup:
                 job.addresses[missing],
                 job,
             )
-            hits = [at - start for at, status in zip(missing, statuses, strict=True) if status is _HIT]
-            stored[hits] = True
-            job.written += len(hits)
+            hits = [at for at, status in zip(missing, statuses, strict=True) if status is _HIT]
+            stored[[at - start for at in hits]] = True
+            job.written += hits
         lacking = np.flatnonzero(~stored)
         if not lacking.size:
             job.stored += len(stored) // job.groups

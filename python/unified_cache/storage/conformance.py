@@ -234,6 +234,42 @@ class BackendConformance:
         equal(backend.exists(runs), [3, 4, 0, 0, 3, 1, 4], "exists")
         backend.close()
 
+    def test_holds_says_what_exists(self, tmp_path: Path) -> None:
+        """Of many objects, by digest and ending, the same as one look-up each would say."""
+        backend = self.open(tmp_path)
+        digests = np.random.default_rng(7).integers(0, 256, (12, 32), np.uint8)
+        ending = "-0123456789abcdef-0000"
+        keys = [digest.tobytes().hex() + ending for digest in digests]
+        self._store(backend, keys[1::2])
+        equal(backend.holds(digests, ending).tolist(), [at % 2 == 1 for at in range(12)], "holds")
+        equal(backend.holds(digests, ending[:-1] + "1").tolist(), [False] * 12, "holds of another ending")
+        equal(backend.holds(digests[:0], ending).tolist(), [], "holds of nothing")
+        backend.close()
+
+    def test_the_log_of_prefixes(self, tmp_path: Path) -> None:
+        """Where there is one: what is appended is read, rewritten and cleared, and cleared with the store."""
+        backend = self.open(tmp_path)
+        log = backend.prefix_log()
+        if log is not None:
+            equal(b"".join(log.read()), b"", "a new log")
+            equal([log.append(b"one"), log.append(b"two!")], [3, 7], "bytes after an append")
+            equal(b"".join(log.read()), b"onetwo!", "what was appended")
+            equal(log.rewrite(lambda pieces: [b"".join(pieces)[3:]]), 4, "bytes after a rewrite")
+            log.append(b"three")
+            equal(b"".join(log.read()), b"two!three", "what was left and added")
+            equal(log.rewrite(lambda pieces: None), None, "a rewrite that is not to be")
+            if backend.shared or backend.durable:
+                other = self.open(tmp_path)
+                again = other.prefix_log()
+                equal(again and b"".join(again.read()), b"two!three", "what others see")
+                other.close()
+            log.clear()
+            equal(b"".join(log.read()), b"", "after clear")
+            log.append(b"four")
+            backend.clear()
+            equal(b"".join(log.read()), b"", "after clear of the store")
+        backend.close()
+
     def test_empty_calls(self, tmp_path: Path) -> None:
         """Nothing asked, nothing answered."""
         backend = self.open(tmp_path)

@@ -7,7 +7,7 @@ which thread calls are the business of `unified_cache.storage.guard`, once, for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from unified_cache.storage.checksums import Checksums
 
-__all__ = ["Backend", "ObjectBatch", "PageStatus"]
+__all__ = ["Backend", "ObjectBatch", "PageStatus", "PrefixLog"]
 
 
 class PageStatus(Enum):
@@ -64,6 +64,50 @@ class ObjectBatch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+
+class PrefixLog(ABC):
+    """What a store remembers of the prefixes whose pages it was given: records, one after the other.
+
+    What a record says is no business of the store, which keeps bytes (`unified_cache.storage.prefixes` has
+    the rest). Calls come from several threads, and several processes where the store is shared.
+    """
+
+    @abstractmethod
+    def append(self, records: bytes) -> int:
+        """Add whole records at the end; returns how many bytes the log has then.
+
+        Raises:
+            StorageError: nothing was added, or a part that is no record.
+        """
+
+    @abstractmethod
+    def read(self) -> Iterator[bytes]:
+        """The log from its beginning to what is its end now, in pieces that end anywhere.
+
+        Raises:
+            StorageError: it can not be read.
+        """
+
+    @abstractmethod
+    def rewrite(self, keep: Callable[[Iterator[bytes]], Iterable[bytes] | None]) -> int | None:
+        """Put other records in the place of what is there; what is added meanwhile follows them.
+
+        Whoever is killed in it leaves the log as it was. Nobody waits while `keep` runs.
+
+        Args:
+            keep: given what `read` gives, returns the records to keep; None: leave it as it is.
+
+        Returns:
+            How many bytes the log has then; None if it was left as it is, or somebody else is at it.
+
+        Raises:
+            StorageError: it can not be done; the log is as it was.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
 
 
 class Backend(ABC):
@@ -136,6 +180,29 @@ class Backend(ABC):
     def discard(self, keys: Sequence[str]) -> int:
         """`delete` of objects that are damaged: also while somebody reads them, who finds the same damage."""
         return self.delete(keys)
+
+    def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
+        """Which of many objects seem to be there: their keys are digests, in hex, and one ending.
+
+        For looking through a whole store. It may be wrong about a few.
+
+        Args:
+            digests: uint8 (objects, 32).
+            ending: of each key.
+
+        Returns:
+            bool (objects,).
+        """
+        whole = digests.tobytes().hex()
+        found = self.exists([[whole[at : at + 64] + ending] for at in range(0, len(whole), 64)])
+        return np.array(found, np.bool_)
+
+    def prefix_log(self) -> PrefixLog | None:
+        """Where the store keeps what is known of its prefixes; None: it has no place for that.
+
+        Every call gives the same, or one that does the same. It goes on working after `close`.
+        """
+        return None
 
     @abstractmethod
     def keys(self) -> Iterator[str]:

@@ -174,6 +174,14 @@ class StorageGuard:
         self._counts.statuses("get", statuses)
         return statuses
 
+    def ask(self, work: Callable[[], _T], owner: object = None) -> _T | None:
+        """Another call to the backend; None if it was not made, has failed, or came too late."""
+        with contextlib.suppress(_NoAnswerError):
+            # In a tuple: it is no status, whatever it is.
+            ((answer,),), late = self._call(owner, lambda: [(work(),)])
+            return None if late else answer
+        return None
+
     def set(
         self,
         keys: Sequence[str],

@@ -213,7 +213,7 @@ fn checksum(pieces: &Pieces<'_>) -> u64 {
     hasher.0.finish()
 }
 
-fn bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUntypedBuffer> {
+pub(super) fn bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUntypedBuffer> {
     let refused = |text: String| Err(argument_error(object.py(), format!("{name} {text}")));
     let Ok(buffer) = PyUntypedBuffer::get(object) else {
         return refused(format!("is {}, a buffer is needed", show(object)));
@@ -224,7 +224,7 @@ fn bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUntypedBuffer> 
     Ok(buffer)
 }
 
-fn slice_of(buffer: &PyUntypedBuffer) -> &[u8] {
+pub(super) fn slice_of(buffer: &PyUntypedBuffer) -> &[u8] {
     if buffer.len_bytes() == 0 {
         return &[];
     }

@@ -1,7 +1,8 @@
 //! The Python face: converts arguments and results, and decides nothing.
 //!
 //! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls, `replay` those
-//! of the replay, `copies` those of crate `page_copies`, `checksum` those of stored pages.
+//! of the replay, `copies` those of crate `page_copies`, `checksum` and `stored` those
+//! of stored pages.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
@@ -11,6 +12,7 @@ mod copies;
 mod errors;
 mod replay;
 mod results;
+mod stored;
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -24,7 +26,7 @@ use buffers::{NodeArg, NodeList, Whole, Words, digests, page_ids, text, time};
 use errors::{argument_error, lock_error, poisoned_error, tree_error};
 use results::{
     Ack, BackupDone, BackupPlan, Evicted, HostEvicted, HostInserted, HostLockReceipt, Inserted, LoadBackPlan,
-    LockReceipt, Match, NodeInfo, Pin, digest_array, event_object,
+    LockReceipt, Match, NodeInfo, Pin, digest_array, event_object, page_array,
 };
 
 /// Work from which a call lets other Python threads run: about 200 µs of it. Below that, waiting for the
@@ -536,6 +538,18 @@ impl PrefixTree {
         digest_array(py, &self.try_run(py, true, |tree| tree.prefix_hashes(node.0))?)
     }
 
+    fn node_tokens<'py>(&self, py: Python<'py>, node: NodeArg) -> PyResult<Bound<'py, PyAny>> {
+        Ok(page_array(py, &self.try_run(py, false, |tree| tree.node_tokens(node.0))?))
+    }
+
+    fn node_namespace(&self, py: Python<'_>, node: NodeArg) -> PyResult<(Option<String>, Option<String>)> {
+        self.try_run(py, false, |tree| {
+            let namespace = tree.node_namespace(node.0)?;
+            let owned = |text: Option<&str>| text.map(str::to_owned);
+            Ok((owned(namespace.extra_key), owned(namespace.cache_salt)))
+        })
+    }
+
     #[getter]
     fn root(&self, py: Python<'_>) -> PyResult<NodeId> {
         self.number(py, Tree::root)
@@ -669,6 +683,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<replay::Replay>()?;
     results::register(module)?;
     module.add_class::<copies::PageMemory>()?;
+    module.add_class::<stored::PyStoredTree>()?;
+    module.add_class::<stored::PyLogPart>()?;
+    module.add_function(wrap_pyfunction!(stored::prefix_record, module)?)?;
     module.add_function(wrap_pyfunction!(copies::copy_pages, module)?)?;
     module.add_function(wrap_pyfunction!(checksum::object_checksums, module)?)?;
     module.add_function(wrap_pyfunction!(checksum::copy_objects, module)?)?;

@@ -41,7 +41,7 @@ use crate::error::{Error, Result, bad_lock};
 use crate::events::EventQueue;
 use crate::eviction::{self, Key, Policy, order::Order};
 use crate::hash::{self, Digest};
-use crate::namespace::{Namespaces, PLAIN};
+use crate::namespace::{Namespace, Namespaces, PLAIN};
 use crate::tokens::Shape;
 use edges::Edges;
 use node::{DEAD, HostRank, NONE, Node, Pages, flag, host_group};
@@ -388,6 +388,16 @@ impl Tree {
             digests.extend_from_slice(self.nodes[slot as usize].digests());
         }
         Ok(digests)
+    }
+
+    /// A node's own tokens.
+    pub fn node_tokens(&self, id: NodeId) -> Result<Vec<u32>> {
+        Ok(self.nodes[self.slot(id)? as usize].tokens.to_vec())
+    }
+
+    /// The namespace that a node belongs to; the plain one for the root.
+    pub fn node_namespace(&self, id: NodeId) -> Result<Namespace<'_>> {
+        Ok(self.namespaces.get(self.nodes[self.slot(id)? as usize].namespace))
     }
 
     // ---- small steps, used by the modules below ----

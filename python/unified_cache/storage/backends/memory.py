@@ -15,7 +15,8 @@ import numpy.typing as npt
 from unified_cache.errors import ArgumentError, StorageError
 from unified_cache.storage.backends.calls import RunningCalls
 from unified_cache.storage.checksums import copy_bodies
-from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus, PrefixLog
+from unified_cache.storage.prefix_log import MemoryLog
 from unified_cache.storage.urls import StorageUrl
 
 __all__ = ["Fault", "Faults", "MemoryBackend"]
@@ -136,6 +137,7 @@ class MemoryBackend(Backend):
         self._slow_seconds = slow_seconds
         self._sleep = sleep
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
+        self._log = MemoryLog()
         self._bytes = 0
         self._lock = threading.Lock()
         self._wire = threading.Lock()
@@ -198,6 +200,10 @@ class MemoryBackend(Backend):
                     next((at for at, key in enumerate(run) if key not in self._objects), len(run))
                     for run in runs
                 ]
+
+    def prefix_log(self) -> PrefixLog:
+        """In memory, like the objects."""
+        return self._log
 
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
         """Read objects into the batch's memory."""
@@ -275,6 +281,7 @@ class MemoryBackend(Backend):
             with self._lock:
                 self._objects.clear()
                 self._bytes = 0
+            self._log.clear()
 
     def stats(self) -> dict[str, int]:
         """Objects and bytes, headers included."""

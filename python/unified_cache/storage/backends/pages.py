@@ -22,13 +22,15 @@ from typing import ClassVar, Self
 from unified_cache.errors import ArgumentError, StorageError, StorageTimeoutError
 from unified_cache.storage.backends.calls import RunningCalls
 from unified_cache.storage.backends.io_threads import IoThreads
-from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus, PrefixLog
+from unified_cache.storage.prefix_log import FileLog
 from unified_cache.storage.urls import StorageUrl
 from unified_cache.worker import Worker
 
 __all__ = ["PagesBackend"]
 
 _TEMPORARY = ".unified-cache-tmp"
+_PREFIXES = ".unified-cache-prefixes"
 _TEMPORARY_NAME = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9a-f]{2}")
 _KEY = re.compile(r"[-_.0-9a-z]{1,150}")
@@ -163,6 +165,10 @@ class PagesBackend(Backend):
                 f"{self._deadline:g} s: take a faster disk, or allow more time"
             )
         return _is_there(self._path(key))
+
+    def prefix_log(self) -> PrefixLog:
+        """A file in the folder."""
+        return FileLog(os.path.join(self._root, _PREFIXES), self._deadline)
 
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
         """Read objects into the batch's memory."""
@@ -422,6 +428,7 @@ class PagesBackend(Backend):
                 with contextlib.suppress(OSError):
                     os.unlink(entry)
             self._sweep(time.time() - _STALE_SECONDS)
+            self.prefix_log().clear()
             with self._lock:
                 self._used = sum(size for _, size, _ in self._files()) if self._limit is not None else 0
 

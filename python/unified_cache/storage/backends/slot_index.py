@@ -44,6 +44,7 @@ from unified_cache.storage.backends.slot_records import (
     hashes_of,
     key_words,
     keys_of,
+    pack_digests,
     pack_keys,
 )
 
@@ -77,6 +78,7 @@ SWEEP = 4096  # slots looked at in one step of the hand
 _MOST_REFERENCES = 3
 _NO_SLOTS = np.empty(0, np.int64)
 _LOAD_RECORDS = 8192  # at once when the index is built: they stay in the cache of the processor
+_ASKED = 8192  # keys that are looked for in one go, likewise
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,35 @@ class SlotIndex:
             left = left[(entries != 0) & (slots[left] < 0)]
             at[left] = (at[left] + np.uint64(1)) & np.uint64(self._mask)
         return Found(slots, words)
+
+    def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
+        """Which of many keys, digests in hex with one ending, seem to be here: the hash of a key is believed.
+
+        A key itself is in its record, and a million of these are half a gigabyte to read.
+        """
+        there = np.zeros(len(digests), np.bool_)
+        for start in range(0, len(digests), _ASKED):
+            part = slice(start, start + _ASKED)
+            there[part] = self._holds(hashes_of(pack_digests(digests[part], ending)))
+        return there
+
+    def _holds(self, hashes: U64) -> npt.NDArray[np.bool_]:
+        there = np.zeros(len(hashes), np.bool_)
+        at = hashes & np.uint64(self._mask)
+        left = np.arange(len(hashes))
+        for _ in range(self._mask + 1):
+            if not len(left):
+                break
+            entries = self._bucket_array[at[left]]
+            low = entries & _LOW
+            hit = ((entries >> _HIGH) == hashes[left] >> _HIGH) & (low != 0) & (low != _GONE)
+            slots = low[hit].astype(np.int64) - 1
+            same = (self._words[slots] & _STATE) == _PUBLISHED
+            same &= self._hashes[slots] == hashes[left[hit]]
+            there[left[hit][same]] = True
+            left = left[(entries != 0) & ~there[left]]
+            at[left] = (at[left] + np.uint64(1)) & np.uint64(self._mask)
+        return there
 
     def records(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
         """Copies of these; they count if `unchanged` says so afterwards."""

@@ -22,6 +22,7 @@ __all__ = [
     "hashes_of",
     "key_words",
     "keys_of",
+    "pack_digests",
     "pack_keys",
 ]
 
@@ -95,6 +96,14 @@ def pack_keys(keys: Sequence[str]) -> U64:
         longest = max(keys, key=len)
         raise ArgumentError(f"keys must have at most 150 characters, not {len(longest)}: {longest}")
     return np.frombuffer(packed, np.uint64).reshape(len(keys), KEY_BYTES // 8)
+
+
+def pack_digests(digests: npt.NDArray[np.uint8], ending: str) -> U64:
+    """`pack_keys` of digests, uint8 (keys, 32), in hex, and one ending."""
+    packed = np.zeros((len(digests), KEY_BYTES), np.uint8)
+    packed[:, :64] = np.frombuffer(digests.tobytes().hex().encode(), np.uint8).reshape(-1, 64)
+    packed[:, 64 : 64 + len(ending)] = np.frombuffer(ending.encode("ascii"), np.uint8)
+    return packed.view(np.uint64)
 
 
 def hashes_of(packed: U64) -> U64:

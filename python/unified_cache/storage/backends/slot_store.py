@@ -1,8 +1,8 @@
 """A store of slots of one size: what `file`, `mmap` and `shm` have in common.
 
 The files of a store, after its prefix: ``.data`` the bodies, ``.table`` keys and headers, ``.index`` what
-processes agree through, ``.lock``. First an object's body is made durable, then its record, and then the
-index says that it is there.
+processes agree through, ``.lock``; and ``.prefixes``, which says of what prefixes the objects are pages.
+First an object's body is made durable, then its record, and then the index says that it is there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from unified_cache.storage.backends.slot_index import (
     write_geometry,
 )
 from unified_cache.storage.backends.slot_records import HEADER_BYTES, U64, pack_keys
-from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
+from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus, PrefixLog
+from unified_cache.storage.prefix_log import FileLog
 
 __all__ = ["SlotStore"]
 
@@ -283,6 +284,18 @@ class SlotStore(Backend):
                 start += len(run)
             return counts
 
+    def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
+        """Which of many objects seem to be there: of two keys with one hash of 64 bits it sees one."""
+        with self._calls, self._clear_errors():
+            store = self._store(self._end())
+            if store is None:
+                return np.zeros(len(digests), np.bool_)
+            return store.index.holds(digests, ending)
+
+    def prefix_log(self) -> PrefixLog:
+        """The file ``.prefixes``."""
+        return FileLog(f"{self._prefix}.prefixes", self._deadline)
+
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
         """Read objects into the batch's memory."""
         with self._calls, self._clear_errors():
@@ -486,6 +499,7 @@ class SlotStore(Backend):
             if store is not None:
                 with self._locked(store.index, end) as index:
                     index.clear()
+            self.prefix_log().clear()
 
     def stats(self) -> dict[str, int]:
         """Objects, bytes (of headers and bodies), capacity, slots, what was evicted, how bytes go."""
