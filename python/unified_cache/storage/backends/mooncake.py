@@ -66,9 +66,9 @@ _MOST_PAGES = 128  # in one native call
 _MOST_PACED_PAGES = 32  # in one that waits on TCP connections
 # A write that returned 0 may have met another one of the same key: so long that one may take to end.
 _OTHER_WRITER_SECONDS = 0.25
-# So long a close, and the end of the process, wait for a sign that the client can go; then, for its going,
-# which takes one second, or two with a segment. And so often it is asked whether it can.
-_CLOSE_SECONDS, _LEAVE_SECONDS = 1.5, 2.9
+# So long a close waits for a sign that the client can go; then, for its going, which takes one second, or two
+# with a segment. And so often it is asked whether it can.
+_CLOSE_SECONDS = 1.5
 _GONE_SECONDS = 3.0
 _ASK_SECONDS = 1.0
 
@@ -847,7 +847,8 @@ class MooncakeBackend(Backend):
         with self._state:
             self._state.wait_for(lambda: self._calls == 0)
         self._enter("asking")
-        while not self._can_go():
+        # What a call has just found out need not be asked while somebody waits for the end of the process.
+        while (self._leaving and self._suspect) or not self._can_go():
             with self._state:
                 left = self._state.wait_for(lambda: self._leaving, _ASK_SECONDS)
             if left:
@@ -876,11 +877,14 @@ class MooncakeBackend(Backend):
             return bool(self._settings.client)  # it is not there, and nobody waits for it then
         return self._store.is_exist("unified-cache") not in _UNREACHED
 
-    def _leave(self, end: float) -> bool:
-        """Close it until this time; False if the client is still there then.
+    def _leave(self, begun: float) -> bool:
+        """Close it; False if the client is still there after a while.
 
-        It is not asked any more then: a thread that comes back from the client while Python ends is an abort.
+        A thread that comes back from the client while Python ends is an abort. So it is not asked any more,
+        and what was asked is waited for, unless that takes so long that the process is gone by then.
         """
+        asked = int(os.environ["MC_RPC_TIMEOUT_MS"]) / 1000 + 0.5
+        end = begun + (asked if asked < 4.5 else _CLOSE_SECONDS)
         self._begin_close()
         with self._state:
             self._leaving = True
@@ -903,8 +907,8 @@ def _leave_all() -> None:
     A client that is left over is torn down when the process exits, however long that takes, and aborts it
     if a call runs. So that exit is cut short.
     """
-    end = time.monotonic() + _LEAVE_SECONDS
-    left = [backend for backend in list(_open) if not backend._leave(end)]
+    begun = time.monotonic()
+    left = [backend for backend in list(_open) if not backend._leave(begun)]
     if not left:
         return
     libc = ctypes.CDLL(None)
