@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from tests.cache.support import ManualThreads, MemoryStore
 from unified_cache import UnifiedCache
@@ -49,10 +50,10 @@ class HangingThreads(ManualThreads):
 
     Args:
         threads: how many.
-        hangs: the next job will stay in its first call.
+        hangs: a job, by the name of what it does, will stay in its first call.
     """
 
-    def __init__(self, threads: int, hangs: Callable[[], bool]) -> None:
+    def __init__(self, threads: int, hangs: Callable[[str], bool]) -> None:
         super().__init__()
         self._threads, self._hangs = threads, hangs
         self.held: list[_Held] = []
@@ -77,7 +78,8 @@ class HangingThreads(ManualThreads):
         job = self.take()
         if job is None:
             return False
-        if not self._hangs():
+        assert isinstance(job, partial)
+        if not self._hangs(job.func.__name__):
             job()
             return True
         held = _Held(job)
@@ -100,7 +102,7 @@ class HangingThreads(ManualThreads):
 
 
 def with_hanging_threads(
-    cache: UnifiedCache, hangs: Callable[[], bool]
+    cache: UnifiedCache, hangs: Callable[[str], bool]
 ) -> tuple[HangingThreads, HangingThreads]:
     """In place of the storage threads of a cache; returns those for writes and for reads."""
     link, config = cache._storage, cache.config

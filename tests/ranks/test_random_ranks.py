@@ -43,7 +43,7 @@ TICKS = int(os.environ.get("UNIFIED_CACHE_RANK_TICKS", "50000"))
 FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_RANK_SEED", "0"))
 TICKS_EACH = 500
 GROUPS = 10
-NAMESPACES = ({}, {}, {"extra_key": "lora"})
+NAMESPACES = (*[{}] * 7, {"extra_key": "lora"})
 
 
 class Rank:
@@ -65,6 +65,8 @@ class Rank:
         self.clock, self.store = Clock(), CheckedStore()
         self.clock.now = own.random()
         self.faults = chance(script, 0.6)
+        # Much is read and written, and what goes wrong is that it takes long.
+        self.slow = chance(script, 0.4)
         # What the first stage finds in its storage the others must have in theirs.
         self.store.fault = self.fault if stage == 0 else lambda: None
         self.store.before = self.hang
@@ -74,11 +76,13 @@ class Rank:
         self.stored = chance(script, 0.9)
         config = CacheConfig(
             page_size=PAGE,
-            write_policy=script.choice(("write_through", "write_through_selective", "write_back")),
+            write_policy="write_through"
+            if self.slow
+            else script.choice(("write_through", "write_through_selective", "write_back")),
             hicache_ratio=script.choice((0.5, 1.0, 2.0)),
             load_back_threshold=script.choice((0, 0, 2 * PAGE, "auto")),
-            prefetch_threshold=script.choice((0, 0, 0, 2 * PAGE, 2 * PAGE, "auto")),
-            prefetch_policy=script.choice(("best_effort", "timeout", "wait_complete")),
+            prefetch_threshold=0 if self.slow else script.choice((0, 0, 0, 2 * PAGE, "auto")),
+            prefetch_policy=script.choice(("best_effort", "timeout", "wait_complete", "wait_complete")),
             eviction_policy=script.choice(("lru", "slru", "priority")),
             copy_pages=script.choice((None, 3)),
             storage=self.store if self.stored else None,
@@ -120,13 +124,14 @@ class Rank:
     # What happens to this rank alone
 
     def fault(self) -> str | None:
-        if not self.faults or not chance(self.chances, 0.02):
+        if not self.faults or self.slow or not chance(self.chances, 0.004):
             return None
         return self.chances.choice(("down", "gone", "corrupt", "error", "timeout", "flip", "full"))
 
-    def hangs(self) -> bool:
-        """The next job of a thread stays in its first call, for some ticks."""
-        return self.faults and self.stage == 0 and chance(self.chances, 0.03)
+    def hangs(self, job: str) -> bool:
+        """A job of a thread stays in its first call, for some ticks."""
+        likely = {"_look_up": 0.05, "_read": 0.4, "_run": 0.1}[job]
+        return (self.faults or self.slow) and self.stage == 0 and chance(self.chances, likely)
 
     def hang(self, call: str) -> None:
         """A call of the store takes too long, and the scheduler looks meanwhile."""
@@ -146,9 +151,9 @@ class Rank:
         for worker in self.io:
             for _ in range(own.randrange(4)):
                 worker.run()
-            if worker.held and chance(own, 0.05):
+            if worker.held and chance(own, 0.1):
                 worker.let_go()
-            elif worker.held and chance(own, 0.05):
+            elif worker.held and chance(own, 0.1):
                 self.clock.now += 10
         for direction in ("backup", "load"):
             if chance(own, 0.5):
@@ -187,9 +192,10 @@ class Rank:
 
     def prompt(self) -> np.ndarray:
         script = self.script
-        if self.prompts and chance(script, 0.7):
+        # Few, so that what is asked for was stored before, and several ask for it at once.
+        if self.prompts and chance(script, 0.94 if len(self.prompts) > 3 else 0.5):
             return script.choice(self.prompts)
-        length = script.randrange(1, 10 * PAGE)
+        length = script.randrange(1, 10 * PAGE) if chance(script, 0.3) else script.randrange(5, 10) * PAGE
         tokens = np.arange(length) + 1000 * script.choice((0, 0, 1, 2))
         if length > 1 and chance(script, 0.5):
             at = script.randrange(length)
@@ -285,6 +291,16 @@ class Rank:
             assert fails >= 0.2
         self.take_threads()
 
+    def lose(self) -> None:
+        """Device and host lose what nobody holds, all or some of it: that is in storage only."""
+        host = self.cache._host_pages
+        assert host is not None
+        self.cache.evict(100)
+        on_host = self.cache.tree.host_tokens // PAGE
+        some = on_host if chance(self.script, 0.5) else self.script.randrange(on_host + 1)
+        room = min(host.free_pages + some, host.free_pages + self.cache.tree.evictable_host_pages(some))
+        self.cache._controller.make_host_room(room)
+
     def step(self) -> None:
         self.happen()
         kind = self.script.random()
@@ -292,18 +308,16 @@ class Rank:
             self.begin()
         elif kind < 0.5:
             self.advance()
-        elif kind < 0.9:
+        elif kind < 0.88:
             self.tick()
-        elif kind < 0.92:
+        elif kind < 0.9:
             self.cache.evict(self.script.randrange(6))
-        elif kind < 0.94:
+        elif kind < 0.92:
             self.pin()
         elif kind < 0.985:
-            # Device and host lose what nobody holds: it is in storage only.
-            host = self.cache._host_pages
-            assert host is not None
-            self.cache.evict(100)
-            self.cache._controller.make_host_room(host.free_pages + self.cache.tree.host_tokens // PAGE)
+            self.lose()
+            if chance(self.script, 0.7):
+                self.begin()
         elif kind < 0.99:
             with contextlib.suppress(CapacityError):
                 self.cache.free(self.cache.alloc(self.script.randrange(6)))
@@ -319,7 +333,7 @@ class Rank:
         for request in self.requests:
             request.abort()
         self.requests.clear()
-        self.faults = False
+        self.faults = self.slow = False
         self.store.fault = lambda: None
         for _ in range(50):
             self.copies.run_all()

@@ -17,7 +17,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from tests.ranks.processes import processes, stop_here, threads_and_descriptors  # noqa: E402
+from unified_cache.copies.cuda_events import poll  # noqa: E402
 from unified_cache.errors import ArgumentError, ClosedError, RankError, RankLostError  # noqa: E402
+from unified_cache.ranks import torch_group  # noqa: E402
 from unified_cache.ranks.layout import RankLayout  # noqa: E402
 from unified_cache.ranks.torch_group import TorchRanks  # noqa: E402
 
@@ -348,6 +350,34 @@ def test_a_stage_that_does_not_follow_is_an_error_on_the_one_before() -> None:
         )
         assert "stage 0 has ended" in running.result(1)
         assert all(running.ended(rank) for rank in range(2))
+
+
+def close_before_the_next_stage_has_come(rank: int, folder: str) -> list[int]:
+    ranks = TorchRanks.of_layout(RankLayout(pp_size=2, pp_rank=rank), time_limit=LONG)
+    gone = Path(folder, "gone")
+    if rank == 0:
+        torch_group._LEAVE_SECONDS = 0.0
+        leave = torch_group._Group.leave
+
+        def leave_and_say_so(group: torch_group._Group) -> None:
+            leave(group)
+            gone.touch()
+
+        torch_group._Group.leave = leave_and_say_so  # type: ignore[method-assign]
+        told = [int(ranks.reduce_min(vector(number))[0]) for number in range(3)]
+        dist.barrier()
+    else:
+        dist.barrier()
+        poll(gone.exists, 0.5)  # in vain: it is still there
+        told = [int(ranks.reduce_min(vector(9))[0]) for number in range(3)]
+    ranks.close()
+    return told
+
+
+def test_a_stage_that_closes_waits_for_the_next_one(tmp_path: Path) -> None:
+    with processes(close_before_the_next_stage_has_come, 2, str(tmp_path)) as running:
+        assert [running.result(rank) for rank in range(2)] == [[0, 1, 2]] * 2
+        assert all(running.ended(rank, 60) for rank in range(2))
 
 
 def lose_a_stage(rank: int, which: int) -> str | None:

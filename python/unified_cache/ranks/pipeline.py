@@ -44,8 +44,13 @@ class Link(Protocol):
     def begin_receive(self, length: int) -> Reduction:
         """The next vector, which has so many numbers; `wait` raises RankLostError if it does not come."""
 
-    def close(self) -> None:
-        """Nothing more will be sent or taken; more than once is fine."""
+    def close(self, *, lost: bool = False) -> None:
+        """Nothing more will be sent or taken; more than once is fine.
+
+        Args:
+            lost: what was sent before need not arrive. Else the next stage, which may be behind, can still
+                take it.
+        """
 
 
 class ThreadLink:
@@ -91,8 +96,8 @@ class ThreadLink:
             self._asked += 1
             return _ThreadReceive(self, self._asked - 1, length)
 
-    def close(self) -> None:
-        """See `Link`; what was sent before can still be taken."""
+    def close(self, *, lost: bool = False) -> None:
+        """See `Link`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -262,10 +267,16 @@ class PipelineRanks(Agreement):
         return bool(self.reduce_min_of_stages(np.array([well], np.int64))[0])
 
     def close(self) -> None:
-        """See `Agreement`; the stages before and after hear of it."""
+        """See `Agreement`; the stages before and after hear of it.
+
+        What was decided is still taken by a stage that is behind: it may be about to close, too.
+        """
+        self._close(lost=self._lost is not None)
+
+    def _close(self, *, lost: bool) -> None:
         for link in (self._before, self._after):
             if link is not None:
-                link.close()
+                link.close(lost=lost)
         self._group.close()
         self._everyone.close()
 
@@ -286,7 +297,7 @@ class PipelineRanks(Agreement):
     def _give_up(self, error: RankError) -> None:
         self._lost = type(error), str(error)
         # The other stages would find out by themselves, but only after the time limit.
-        self.close()
+        self._close(lost=True)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

@@ -177,6 +177,7 @@ class _Group:
         with contextlib.suppress(Exception):
             if not poll(lambda: all(carrier.done for carrier in self._under_way), _LEAVE_SECONDS):
                 self.hang_up()
+                poll(lambda: all(carrier.done for carrier in self._under_way), _LEAVE_SECONDS)
         self._under_way.clear()
         if self._owned:
             # The others may have destroyed all groups already.
@@ -436,8 +437,11 @@ class TorchLink:
         end = time.monotonic() + self._group.time_limit
         return _TorchReceive(self, self._group.start(self._broadcast, None, length), number, end)
 
-    def close(self) -> None:
-        """See `Link`; waits for what is on its way, for a second at most."""
+    def close(self, *, lost: bool = False) -> None:
+        """See `Link`; waits for what is on its way, for the time limit at most, or for a second if `lost`."""
+        if not lost and not self._group.closed:
+            with contextlib.suppress(RuntimeError):
+                poll(lambda: all(carrier.done for carrier in self._on_the_way), self._group.time_limit)
         self._finalizer()
 
     def _broadcast(self, tensor: torch.Tensor) -> dist.Work:
