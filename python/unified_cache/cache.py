@@ -161,7 +161,7 @@ class UnifiedCache:
         self._ranks = Ranks() if ranks is None else ranks
         alone = self._ranks.agreement.alone
         self._together = None if alone else RankTicks(self._ranks.agreement, clock)
-        self._operations = StorageOperations(None if alone else SLOTS)
+        self._operations = StorageOperations(None if alone else SLOTS, decides=self._ranks.agreement.decides)
         if not alone:
             self._rates.agreed = self._rates.measured  # nothing was measured yet: the same on all
         self._host_pages: PageAllocator | None = None

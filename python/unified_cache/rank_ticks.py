@@ -298,7 +298,8 @@ def _lacking(
     for at, operation in enumerate(running):
         state, value = here.states[at], here.values[at]
         to_reach, wanted = decided.states[at], decided.values[at]
-        if isinstance(operation, Prefetch) and value < wanted:
+        # Of what is dropped nothing more gets into the tree.
+        if isinstance(operation, Prefetch) and not operation.dropped and value < wanted:
             last = ANSWERED if operation.phase == "look up" else FINAL
             return f"{value} pages of a prefetch are there, {wanted} are needed", state >= last
         if to_reach in (ANSWERED, ENDED) and state < to_reach:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cache.support import PAGE, MemoryStore, make_pool, toks
-from tests.ranks.support import serve_rank
+from tests.cache.support import PAGE, Clock, MemoryStore, assert_nothing_held, make_pool, toks
+from tests.ranks.hanging import HangingThreads, with_hanging_threads
+from tests.ranks.support import empty, serve_rank
 from tests.ranks.test_random_ranks import Rank
 from unified_cache import CacheConfig, UnifiedCache
 from unified_cache.errors import RankError, RankLostError, RanksDifferError
@@ -59,6 +60,7 @@ def test_random_calls(size: int, stages: int) -> None:
 
 
 def make_stage(stage: int, agreement: PipelineRanks, store: MemoryStore, **settings: object) -> UnifiedCache:
+    others = {name: settings.pop(name) for name in ("clock",) if name in settings}
     config = CacheConfig(
         page_size=PAGE,
         model="test",
@@ -68,7 +70,7 @@ def make_stage(stage: int, agreement: PipelineRanks, store: MemoryStore, **setti
         **settings,  # type: ignore[arg-type]
     )
     layout = RankLayout(tp_size=agreement.size, tp_rank=agreement.rank, pp_size=2, pp_rank=stage)
-    return UnifiedCache(config, make_pool((16, 12)[stage]), ranks=Ranks(layout, agreement))
+    return UnifiedCache(config, make_pool((16, 12)[stage]), ranks=Ranks(layout, agreement), **others)  # type: ignore[arg-type]
 
 
 def test_the_smallest_stage_counts() -> None:
@@ -131,5 +133,73 @@ def test_a_difference_between_stages() -> None:
                 cache.tick()
         else:
             cache.tick()
+
+    run_stages(1, 2, program)
+
+
+def hold_at(kind: str) -> Callable[[str], None]:
+    """A job that is to hang does so in its first call of this kind."""
+
+    def before(call: str) -> None:
+        if call == kind:
+            HangingThreads.hold()
+
+    return before
+
+
+def test_a_read_that_only_the_first_stage_had_begun_when_it_was_dropped() -> None:
+    """What is read after that gets into no tree, so a later stage need not have it."""
+
+    def program(stage: int, agreement: PipelineRanks) -> None:
+        clock, store = Clock(), MemoryStore()
+        cache = make_stage(stage, agreement, store, clock=clock)
+        serve_rank(cache, toks(21))
+        assert cache.flush(30)
+        empty(cache)
+        _, reads = with_hanging_threads(cache, lambda job: job == "_read")
+        store.before = hold_at("get")
+        request = cache.begin(toks(21))
+        cache.tick()
+        reads.run()
+        cache.tick()
+        if stage == 0:
+            reads.run()
+            assert reads.held
+        assert request.load_back() == 0
+        request.abort()
+        reads.drain()
+        cache.tick()
+        assert_nothing_held(cache)
+        cache.close()
+
+    run_stages(1, 2, program)
+
+
+def test_a_write_that_only_the_first_stage_had_begun_when_the_storage_went_down() -> None:
+    """It may be stored there, so a later stage, where it waits for a thread, does not give it up."""
+
+    def program(stage: int, agreement: PipelineRanks) -> None:
+        clock, store = Clock(), MemoryStore()
+        cache = make_stage(stage, agreement, store, clock=clock)
+        writes, reads = with_hanging_threads(cache, lambda job: stage == 0 and job == "_run")
+        store.before = hold_at("set")
+        for at in range(2):
+            request = cache.begin(toks(9, 100 * at))
+            request.extend()
+            request.finish()
+            while cache.tree.host_tokens < 8 * (at + 1):
+                cache.tick()
+            if stage == 0:
+                assert writes.run()
+            clock.now += 4  # of 5 that a call may take: the first is late now
+        cache.tick()
+        cache.tick()
+        writes.drain()
+        reads.drain()
+        cache.tick()
+        assert len(store.pages) == 4
+        clock.now += 100
+        assert_nothing_held(cache)
+        cache.close()
 
     run_stages(1, 2, program)

@@ -54,10 +54,16 @@ class StorageOperations:
 
     Args:
         most: so many have a place in what ranks tell one another; None: this rank is alone.
+        decides: what this rank says counts.
+
+    Attributes:
+        decides: else no operation may be given up here: the rank has to come as far as those that decide,
+            where one may have begun just before it would have been given up.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, *, decides: bool = True) -> None:
         self._most = most
+        self.decides = decides
         self._running: dict[StorageOperation, None] = {}
 
     @property

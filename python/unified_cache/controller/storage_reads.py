@@ -423,6 +423,10 @@ class StorageReads:
             if prefetch.phase == "wait":
                 self._end(prefetch)
         self._asked = []
+        if self._operations.decides:
+            self._cancel_queued()
+
+    def _cancel_queued(self) -> None:
         for job in list(self.look_ups):
             if job.ticket is not None and self._reader.threads.cancel(job.ticket):
                 self.looked_up(job)

@@ -141,6 +141,10 @@ class StorageWrites:
                 self._remember(self._tree.page_hashes(part))
         for node in given_up:
             del self.waiting[node]
+        if self._operations.decides:
+            self._cancel_queued()
+
+    def _cancel_queued(self) -> None:
         for job in list(self.jobs):
             if (
                 not self.jobs[job].ended
