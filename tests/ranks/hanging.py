@@ -17,8 +17,8 @@ __all__ = ["CheckedStore", "HangingThreads", "with_hanging_threads"]
 class _Held(threading.Thread):
     """One job that will stay in its first call. It runs only while somebody waits for it."""
 
-    def __init__(self, job: Callable[[], None]) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, job: partial[None]) -> None:
+        super().__init__(daemon=True, name=job.func.__name__)
         self._job = job
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.holds = True  # at the next call

@@ -27,6 +27,8 @@ from tests.ranks.support import (
     write_computed,
 )
 from unified_cache import CacheConfig, Request, UnifiedCache
+from unified_cache.controller.operations import CacheOperation
+from unified_cache.controller.storage_operations import Quarantine
 from unified_cache.errors import (
     ArgumentError,
     CopyError,
@@ -238,6 +240,11 @@ def test_a_copy_that_hangs_on_one_rank() -> None:
 # Differences
 
 
+def nothing() -> CacheOperation:
+    none = np.empty(0, np.uint32)
+    return CacheOperation("backup", none, none, lambda: None, lambda: True)
+
+
 @pytest.mark.parametrize(
     ("differ", "field"),
     [
@@ -245,13 +252,20 @@ def test_a_copy_that_hangs_on_one_rank() -> None:
         (lambda cache: cache.match_prefix(toks(4)), "digest"),
         (lambda cache: cache.reset(), "resets"),
         (lambda cache: cache._controller.alloc_host(1), "host_free_pages"),
+        (lambda cache: cache._controller._order["backup"].append(nothing()), "backups"),
+        (lambda cache: cache._controller._order["load"].append(nothing()), "loads"),
+        (
+            lambda cache: cache._operations.begin(Quarantine(np.empty(0, np.uint32), set(), set())),
+            "storage_operations",
+        ),
+        (lambda cache: cache._storage._writes.waiting.update({7: 1}), "storage_waiting"),
     ],
 )
 def test_ranks_that_differ_are_told_apart(differ: Callable[[UnifiedCache], object], field: str) -> None:
     """At the next tick, with the tick, the rank and the field; not by a hang."""
 
     def program(agreement: Agreement) -> None:
-        cache = make_rank(agreement)
+        cache = make_rank(agreement, storage=MemoryStore())
         serve_and_tick(cache, toks(9))
         late_copies(cache).run_all()
         cache.tick()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -135,7 +136,9 @@ class Rank:
 
     def hang(self, call: str) -> None:
         """A call of the store takes too long, and the scheduler looks meanwhile."""
-        if HangingThreads.hold():
+        writing = threading.current_thread().name == "_run"
+        # A write is held where its pages are read, after its look-up.
+        if (call == "set" or not writing) and HangingThreads.hold():
             return
         link = self.cache._storage
         if self.faults and self.stage == 0 and link is not None and chance(self.chances, 0.01):
@@ -231,7 +234,8 @@ class Rank:
                 done = request.prefetch_done()
                 if chance(script, 0.8 if done else 0.1):
                     request.load_back(script.choice((None, None, 2 * PAGE)))
-                if done or chance(script, 0.1):
+                # Else what was loaded is still on its way at the next look.
+                if chance(script, 0.6 if done else 0.1):
                     request.extend()
                     self.forward(request, request.device_length)
                     self.clock.now += 0.001 * len(request.tokens)

@@ -16,6 +16,7 @@ from tests.cache.support import (
     with_manual_threads,
 )
 from tests.ranks.baton import run_ranks
+from tests.ranks.hanging import HangingThreads, with_hanging_threads
 from tests.ranks.support import each_rank, late_copies, make_rank, serve_rank
 from tests.ranks.test_cache_ranks import serve_and_tick, stored_by_all
 from tests.ranks.test_stages import make_stage, run_stages
@@ -232,3 +233,51 @@ def test_a_thread_that_comes_back_after_a_reset_reads_again() -> None:
         assert ended.wait(60)
         cache.tick()
         assert link.can_read == 2
+
+
+def test_detach_while_a_read_is_held_up_on_one_rank() -> None:
+    """Its pages are free on no rank before that thread is off them."""
+
+    def program(agreement: Agreement) -> None:
+        cache, store = stored_by_all(agreement)
+        _, reads = with_hanging_threads(cache, lambda job: job == "_read" and agreement.rank == 1)
+        store.before = lambda call: HangingThreads.hold() and None
+        request = cache.begin(toks(21))
+        cache.tick()
+        reads.run()
+        cache.tick()
+        reads.run()
+        free = cache.usage()["host_free_pages"]
+        assert not cache.detach_storage(timeout=0)
+        request.abort()
+        for _ in range(3):
+            cache.tick()
+            assert cache.usage()["host_free_pages"] == free
+        reads.drain()
+        cache.tick()
+        assert cache.usage()["host_free_pages"] == free + 5
+        assert_nothing_held(cache)
+
+    run_ranks(2, program)
+
+
+def test_flush_ends_by_the_slowest_clock() -> None:
+    """After as many ticks on every rank."""
+
+    def program(agreement: Agreement) -> int:
+        clock = Clock()
+        cache, _ = stored_by_all(agreement, clock=clock)
+        with_manual_threads(cache)
+        cache.begin(toks(21))
+        link = cache._storage
+        assert link is not None
+
+        def wait(timeout: float) -> None:
+            clock.now += 0.1 * (1 + agreement.rank)
+
+        link.wait = wait  # type: ignore[method-assign]
+        before = agreement.reductions
+        assert not cache.flush(2.0)
+        return agreement.reductions - before
+
+    assert each_rank(2, program) == [21, 21]
