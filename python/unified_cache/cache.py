@@ -426,7 +426,11 @@ class UnifiedCache:
             # Others tick as often as this one, so what only this one knows must not make it tick.
             if self._together is not None or (left is not None and left <= 0):
                 return False
-            self._storage.wait(_POLL_SECONDS if left is None else min(left, _POLL_SECONDS))
+            pause = _POLL_SECONDS if left is None else min(left, _POLL_SECONDS)
+            if self._storage.busy:
+                self._storage.wait(pause)
+            else:
+                time.sleep(pause)  # it is down, and is tried again
             self.tick()
         return True
 

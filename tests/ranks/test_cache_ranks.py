@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,6 +306,28 @@ def test_a_prefetch_is_what_all_ranks_have_found() -> None:
         return request.storage_hit_length
 
     assert each_rank(3, program) == [12, 12, 12]
+
+
+def test_ranks_do_not_warm_up_and_each_knows_what_is_stored(tmp_path: Path) -> None:
+    def program(agreement: Agreement) -> tuple[int, int]:
+        url = f"file://{tmp_path}/{agreement.rank}?size=4MB"
+        cache = make_rank(agreement, 16, storage=url, prefetch_threshold=0)
+        serve_and_tick(cache, toks(21))
+        assert cache.flush(30)
+        cache.close()
+        cache = make_rank(agreement, 16, storage=url, prefetch_threshold=0, storage_warm=1.0)
+        cache.tick()
+        assert cache._storage is not None
+        assert cache._storage._reader.threads.drain(60)  # type: ignore[attr-defined]
+        for _ in range(20):  # all of them tick as often, whoever has read its log
+            cache.tick()
+        known = cache.match_stored(toks(21))
+        hit = serve_rank(cache, toks(21)).storage_hit_length
+        assert_nothing_held(cache)
+        cache.close()
+        return known, hit
+
+    assert each_rank(2, program) == [(20, 20)] * 2
 
 
 def test_a_prefetch_is_what_all_ranks_have_read() -> None:

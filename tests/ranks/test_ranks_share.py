@@ -28,6 +28,7 @@ from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 from unified_cache.ranks.agreement import Agreement, OneRank
 from unified_cache.ranks.group import Ranks
 from unified_cache.ranks.layout import RankLayout
+from unified_cache.storage.backends.file import FileBackend
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
 
 RUN = 4  # elements of a head, and of a latent
@@ -79,6 +80,7 @@ class Rank:
                     "prefetch_threshold": PAGE,
                     "prefetch_policy": "wait_complete",
                     "load_back_threshold": 0,
+                    "storage_warm": 0.0,
                 }
                 | settings
             ),
@@ -199,6 +201,34 @@ def test_what_some_ranks_wrote_any_number_reads(storage: str, writers: int, tmp_
     # Another cut is another object.
     assert find_and_end(group(1, [8], store, storage_head_groups=8), PROMPT) == [0]
     assert find_and_end(group(4, [8], store, storage_head_groups=8), PROMPT) == [0] * 4
+
+
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_what_is_stored_is_known_to_any_number_of_ranks(writers: int, tmp_path: Path) -> None:
+    """As far as the objects that they need are there."""
+    store = STORAGES["file"](tmp_path)
+    store_and_end(group(writers, [8], store, storage_head_groups=4), PROMPT)
+    for readers in (1, 2, 4):
+        ranks = group(readers, [8], store, storage_head_groups=4)
+        for rank in ranks:
+            assert rank.cache.warm(10)
+            assert rank.cache.match_stored(PROMPT) == 4 * PAGE
+            rank.close()
+    (other,) = group(1, [8], store, storage_head_groups=8)
+    assert other.cache.warm(10)
+    assert other.cache.match_stored(PROMPT) == 0
+    other.close()
+    # Without the objects of one rank the others know as much as before.
+    with_all = FileBackend(tmp_path / "store")
+    third = page_hashes(PROMPT, PAGE)[2].tobytes().hex()
+    with_all.delete([key for key in with_all.keys() if key.startswith(third) and key.endswith("-0003")])  # noqa: SIM118
+    with_all.close()
+    known = []
+    for rank in group(2, [8], store, storage_head_groups=4):
+        assert rank.cache.warm(10)
+        known.append(rank.cache.match_stored(PROMPT) // PAGE)
+        rank.close()
+    assert known == [4, 2]
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(8, 2), (2, 8), (4, 1), (1, 8)])
