@@ -79,9 +79,7 @@ class MemoryFlips(Flips):
         assert isinstance(self.backend, MemoryBackend)
         objects = self.backend._objects
         for row, bit in zip(rows.tolist(), bits.tolist(), strict=True):
-            whole = bytearray(objects[self.keys[row]])
-            whole[bit >> 3] ^= 1 << (bit & 7)
-            objects[self.keys[row]] = bytes(whole)
+            objects[self.keys[row]][bit >> 3] ^= 1 << (bit & 7)
 
 
 class FileFlips(Flips):
