@@ -587,3 +587,32 @@ def test_read_back_through_a_retract() -> None:
         assert_nothing_held(cache)
 
     run_ranks(2, program)
+
+
+def test_room_comes_from_the_oldest_copy_though_a_younger_one_has_ended() -> None:
+    def program(agreement: Agreement) -> None:
+        cache = make_rank(agreement, pages=4, write_policy="write_back")
+        copies = late_copies(cache)
+        serve_and_tick(cache, toks(4))
+        cache.evict(1)
+        cache.tick()
+        copies.run_all()
+        cache.tick()
+        assert cache.match_prefix(toks(4)).host_hit_length == 4
+        serve_and_tick(cache, toks(8, 100))
+        cache.evict(2)  # the victim is written back, and after that a load begins
+        request = cache.begin(toks(5))
+        assert request.load_back() == 4
+        cache.tick()
+        if agreement.rank == 0:
+            assert copies.run("load")
+            cache._controller.look()
+        pages = cache.alloc(2)
+        # One was free, so the victim's were needed; and that was enough.
+        assert cache._controller.under_way == (0, 1)
+        cache.tick()
+        cache.free(pages)
+        request.abort()
+        assert_nothing_held(cache)
+
+    run_ranks(3, program)

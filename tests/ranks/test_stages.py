@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cache.support import PAGE, Clock, MemoryStore, assert_nothing_held, make_pool, toks
+from tests.cache.support import PAGE, Clock, LateCopies, MemoryStore, assert_nothing_held, make_pool, toks
 from tests.ranks.hanging import HangingThreads, with_hanging_threads
-from tests.ranks.support import empty, serve_rank
+from tests.ranks.support import empty, late_copies, serve_rank
 from tests.ranks.test_random_ranks import Rank
 from unified_cache import CacheConfig, UnifiedCache
 from unified_cache.errors import RankError, RankLostError, RanksDifferError
@@ -60,7 +60,7 @@ def test_random_calls(size: int, stages: int) -> None:
 
 
 def make_stage(stage: int, agreement: PipelineRanks, store: MemoryStore, **settings: object) -> UnifiedCache:
-    others = {name: settings.pop(name) for name in ("clock",) if name in settings}
+    others = {name: settings.pop(name) for name in ("clock", "copies") if name in settings}
     config = CacheConfig(
         page_size=PAGE,
         model="test",
@@ -96,6 +96,34 @@ def test_a_later_stage_waits_for_its_own_copies() -> None:
         cache.close()
 
     run_stages(2, 2, program)
+
+
+def test_a_later_stage_takes_no_load_for_ended_before_the_first_has() -> None:
+    ran = threading.Barrier(2)
+
+    def program(stage: int, agreement: PipelineRanks) -> None:
+        cache = make_stage(stage, agreement, MemoryStore(), copies=LateCopies.between)
+        serve_rank(cache, toks(9))
+        assert cache.flush(30)
+        assert cache.evict(100) == 2
+        request = cache.begin(toks(9))
+        assert request.load_back() == 8
+        cache.tick()
+        if stage == 1:
+            late_copies(cache).run_all()
+        ran.wait(LIMIT)
+        for _ in range(3):
+            cache.tick()
+            assert not request.loaded
+            assert cache._controller.under_way == (0, 1)
+        late_copies(cache).run_all()
+        cache.tick()
+        assert request.loaded
+        request.abort()
+        assert cache.flush(30)
+        cache.close()
+
+    run_stages(1, 2, program)
 
 
 def test_a_page_that_a_later_stage_does_not_have() -> None:
