@@ -4,7 +4,7 @@
 //! head that all its planes share ([`Geometry`]). A *run*, one head of one token, is contiguous everywhere. All
 //! layouts are of this form, so there is one copy, which looks for what both sides have in common ([`PageCopy`]).
 //!
-//! Bytes that are contiguous on both sides go by [`copy`], or by [`copy_seen`], which shows them on the way.
+//! Bytes that are contiguous on both sides go by [`copy`], or by [`copy_summed`], which makes their checksum on the way.
 //!
 //! The crate knows neither Python nor the tree. Everything that can be wrong is found before a byte moves.
 
@@ -17,9 +17,13 @@ mod planes;
 mod route;
 mod seen;
 mod stores;
+mod sums;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod xxh3;
 
 pub use copy::PageCopy;
 pub use error::Error;
 pub use geometry::Geometry;
 pub use planes::Planes;
-pub use seen::{copy, copy_seen};
+pub use seen::copy;
+pub use sums::{checksum, copy_summed};

@@ -108,21 +108,23 @@ class _Jobs:
     """The queue of a pool: what its threads know, so that they do not keep the pool alive."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._more = threading.Condition(self._lock)  # for the threads: one for each job
+        self._idle = threading.Condition(self._lock)  # for who waits until no job is left
         self._waiting: list[tuple[int, int, Ticket]] = []
         self._submitted = 0
         self._running = 0
         self._ended = False
 
     def put(self, ticket: Ticket, priority: int) -> None:
-        with self._changed:
+        with self._lock:
             self._submitted += 1
             # The higher first, and in order among equals.
             heapq.heappush(self._waiting, (-priority, self._submitted, ticket))
-            self._changed.notify_all()
+            self._more.notify()
 
     def take(self) -> _Job | None:
-        with self._changed:
+        with self._lock:
             while True:
                 while self._waiting:
                     ticket = heapq.heappop(self._waiting)[2]
@@ -130,29 +132,33 @@ class _Jobs:
                     if job is not None:
                         self._running += 1
                         return job
+                if not self._running:
+                    self._idle.notify_all()  # those that waited were cancelled
                 if self._ended:
                     return None
-                self._changed.wait()
+                self._more.wait()
 
     def done(self) -> None:
-        with self._changed:
+        with self._lock:
             self._running -= 1
-            self._changed.notify_all()
+            if not (self._running or self._waiting):
+                self._idle.notify_all()
 
     def drain(self, timeout: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._running), timeout)
+        with self._lock:
+            return self._idle.wait_for(lambda: not (self._waiting or self._running), timeout)
 
     def cancel(self, ticket: Ticket) -> bool:
-        with self._changed:
+        with self._lock:
             job, ticket._job = ticket._job, None
             return job is not None
 
     def end(self) -> None:
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._waiting.clear()
-            self._changed.notify_all()
+            self._more.notify_all()
+            self._idle.notify_all()
 
 
 def _work(jobs: _Jobs) -> None:

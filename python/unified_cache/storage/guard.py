@@ -61,9 +61,14 @@ class StorageCounts:
 
     def statuses(self, call: str, statuses: Sequence[PageStatus]) -> None:
         """Count what became of the objects of a call."""
+        left = len(statuses)
         with self._lock:
-            for status in set(statuses):
-                self._counts[f"storage_{call}_{status.value}"] += statuses.count(status)
+            for status in PageStatus:
+                if not left:
+                    break
+                if found := statuses.count(status):
+                    self._counts[f"storage_{call}_{status.value}"] += found
+                    left -= found
 
     def as_dict(self) -> dict[str, int]:
         """A copy."""
@@ -273,12 +278,11 @@ class StorageGuard:
         checksums = checksums_of(headers) if self.backend.makes_checksums else None
         batch = ObjectBatch(keys, headers, bodies, addresses, sizes, np.zeros(count, np.uint64), checksums)
         statuses = self._checked(self.backend.get(batch), count)
-        read = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         stored = batch.stored_sizes.tolist()
-        for at in read:
-            if stored[at] > page_bytes:
+        for at, size in enumerate(stored):
+            if size > page_bytes and statuses[at] is PageStatus.HIT:
                 statuses[at] = PageStatus.CORRUPT
-        read = [at for at in read if statuses[at] is PageStatus.HIT]
+        read = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         if read:
             whole = len(read) == count
             checked = check_objects(
@@ -295,11 +299,12 @@ class StorageGuard:
                 statuses[at] = found.status
                 if found.status is PageStatus.HIT:
                     total += stored[at] + HEADER_BYTES
-                    if not self._decompress(found.codec, bodies[at], stored[at]):
+                    as_it_is = found.codec == NO_CODEC and stored[at] == page_bytes
+                    if not as_it_is and not self._decompress(found.codec, bodies[at], stored[at]):
                         statuses[at] = PageStatus.CORRUPT
             self._counts.add("storage_read_bytes", total)
-        damaged = [key for key, status in zip(keys, statuses, strict=True) if status is PageStatus.CORRUPT]
-        if damaged:
+        if PageStatus.CORRUPT in statuses:
+            damaged = [key for key, status in zip(keys, statuses, strict=True) if status is PageStatus.CORRUPT]
             # Out of the way, so that they are written again when they were computed again.
             with contextlib.suppress(Exception):
                 self.backend.discard(damaged)

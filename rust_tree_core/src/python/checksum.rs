@@ -1,10 +1,8 @@
 //! Checksums of what is stored: XXH3 of 64 bits over pieces of memory, as they lie there or while they are copied.
 
-use page_copies::copy_seen;
+use page_copies::{checksum, copy_summed};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
-use std::hash::Hasher;
-use twox_hash::XxHash3_64;
 
 use super::buffers::Whole;
 use super::errors::argument_error;
@@ -14,26 +12,16 @@ use super::{items, show};
 const BYTES_A_THREAD: usize = 4 << 20;
 const MOST_THREADS: usize = 4;
 
-/// A hasher that lies within one page of memory. Its state is written for every 64 bytes, and where that goes across a
-/// boundary of pages it takes up to three times as long: on a stack that is one place in a hundred.
-#[repr(align(512))]
-struct WithinPage(XxHash3_64);
-
-const _: () = assert!(size_of::<WithinPage>() == 512);
-
-impl WithinPage {
-    /// Of the front of a header, which comes before the body.
-    fn new(header: &[u8]) -> Self {
-        let mut hasher = Self(XxHash3_64::new());
-        hasher.0.write(header);
-        hasher
-    }
-}
-
 /// One object: the part of its header that counts, and its body.
 struct Pieces<'a> {
     header: &'a [u8],
     body: &'a [u8],
+}
+
+impl Pieces<'_> {
+    fn checksum(&self) -> u64 {
+        checksum(self.header, self.body)
+    }
 }
 
 #[pyfunction]
@@ -166,10 +154,8 @@ impl Body {
 
     /// Also makes the checksum of a header and of what the target then has.
     fn copy_summed(&self, header: &[u8]) -> u64 {
-        let mut hasher = WithinPage::new(header);
         // SAFETY: see `new`.
-        unsafe { copy_seen(self.to(), self.from(), self.bytes(), |block| hasher.0.write(block)) };
-        hasher.0.finish()
+        unsafe { copy_summed(self.to(), self.from(), self.bytes(), header) }
     }
 
     fn to(&self) -> *mut u8 {
@@ -188,13 +174,13 @@ impl Body {
 /// Checksums of all objects, in order, by so many threads: the caller's, and others.
 fn checksums(pieces: &[Pieces<'_>], threads: usize) -> Vec<u64> {
     if threads <= 1 {
-        return pieces.iter().map(checksum).collect();
+        return pieces.iter().map(Pieces::checksum).collect();
     }
     let mut sums = vec![0; pieces.len()];
     let share = pieces.len().div_ceil(threads);
     let fill = |sums: &mut [u64], pieces: &[Pieces<'_>]| {
         for (sum, piece) in sums.iter_mut().zip(pieces) {
-            *sum = checksum(piece);
+            *sum = piece.checksum();
         }
     };
     let (own, others) = sums.split_at_mut(share);
@@ -205,12 +191,6 @@ fn checksums(pieces: &[Pieces<'_>], threads: usize) -> Vec<u64> {
         fill(own, pieces);
     });
     sums
-}
-
-fn checksum(pieces: &Pieces<'_>) -> u64 {
-    let mut hasher = WithinPage::new(pieces.header);
-    hasher.0.write(pieces.body);
-    hasher.0.finish()
 }
 
 pub(super) fn bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUntypedBuffer> {
