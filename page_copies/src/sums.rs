@@ -4,9 +4,9 @@ use std::hash::Hasher;
 
 use twox_hash::XxHash3_64;
 
+use crate::seen::copy_seen;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-use crate::seen::end;
-use crate::seen::{STREAMING_FROM, copy_seen};
+use crate::seen::{STREAMING_FROM, end};
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use crate::xxh3;
 
@@ -54,6 +54,7 @@ pub unsafe fn copy_summed(target: *mut u8, source: *const u8, bytes: usize, head
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::seen::STREAMING_FROM;
 
     fn check(bytes: usize, header_bytes: usize, target_at: usize, source_at: usize) {
         let source: Vec<u8> = (0..bytes + source_at).map(|i| (i * 7 + i / 251) as u8).collect();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,6 +77,33 @@ def test_copies_that_can_not_be() -> None:
     assert not any(other)
     assert copy_objects([], []) == copy_objects([], [], headers, 8) == []
     assert copy_objects([whole[:100]], [whole[100:200]]) == []  # neighbours
+
+
+def test_a_source_that_is_written_meanwhile() -> None:
+    """Whatever mixture the target gets, the checksum is of exactly that."""
+    header, covered = np.arange(192, dtype=np.uint8), 184
+    source, memory = np.zeros(3 << 20, np.uint8), np.zeros((3 << 20) + 64, np.uint8)
+    at_a_line = -memory.ctypes.data % 64
+    ended, began = threading.Event(), threading.Event()
+
+    def write() -> None:
+        value = 0
+        while not ended.is_set():
+            value = (value + 1) % 256
+            source[:] = value
+            began.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert began.wait(60)
+        for start in (at_a_line, at_a_line + 1) * 10:
+            target = memory[start : start + (3 << 20) - 64]
+            sums = copy_objects([target], [source[: len(target)]], header, covered)
+            assert sums == object_checksums(header, covered, [target], [len(target)])
+    finally:
+        ended.set()
+        writer.join()
 
 
 class Pages:

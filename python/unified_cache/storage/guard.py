@@ -304,7 +304,7 @@ class StorageGuard:
                         statuses[at] = PageStatus.CORRUPT
             self._counts.add("storage_read_bytes", total)
         if PageStatus.CORRUPT in statuses:
-            damaged = [key for key, status in zip(keys, statuses, strict=True) if status is PageStatus.CORRUPT]
+            damaged = [keys[at] for at, status in enumerate(statuses) if status is PageStatus.CORRUPT]
             # Out of the way, so that they are written again when they were computed again.
             with contextlib.suppress(Exception):
                 self.backend.discard(damaged)
