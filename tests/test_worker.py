@@ -50,6 +50,26 @@ def test_a_job_that_has_not_begun_can_be_cancelled() -> None:
     pool.close()
 
 
+def test_whoever_waits_for_the_last_job_hears_of_it() -> None:
+    """Also where what waited behind it was cancelled; several may wait."""
+    pool, gate, drained = WorkerPool("drain", 2), Gate(), []
+    assert pool.drain(0)
+    pool.submit(gate)
+    assert gate.inside.wait(30)
+    assert not pool.drain(0.01)
+    others = [threading.Thread(target=lambda: drained.append(pool.drain(30))) for _ in range(2)]
+    for other in others:
+        other.start()
+    tickets = [pool.submit(lambda: None) for _ in range(9)]
+    for ticket in tickets[4:]:
+        pool.cancel(ticket)
+    gate.go_on.set()
+    for other in others:
+        other.join(30)
+    assert drained == [True, True]
+    pool.close()
+
+
 def test_threads_run_side_by_side_and_end_at_close() -> None:
     pool, gates = WorkerPool("side by side", 3), [Gate() for _ in range(3)]
     for gate in gates:
