@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Processes", "processes", "stop_here", "threads_and_descriptors"]
+__all__ = ["Processes", "no_more_than", "processes", "stop_here", "threads_and_descriptors"]
 
 PATIENCE = 300.0  # seconds, on a machine that has much else to do
 
@@ -24,6 +25,19 @@ _context.set_forkserver_preload(["pytest", "torch", "torch.distributed"])
 
 def threads_and_descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def no_more_than(before: tuple[int, int]) -> tuple[int, int]:
+    """Threads and descriptors, once they are no more than these, or after ten seconds.
+
+    A thread that was joined, and what it had open, go a moment later.
+    """
+    end = time.monotonic() + 10
+    while True:
+        now = threads_and_descriptors()
+        if (now[0] <= before[0] and now[1] <= before[1]) or time.monotonic() >= end:
+            return now
+        time.sleep(0.01)
 
 
 def stop_here() -> None:
