@@ -20,6 +20,31 @@ from unified_cache.engines.vllm_messages import Reports
 from unified_cache.engines.vllm_scheduler import Scheduled, SchedulerSide
 from unified_cache.engines.vllm_settings import VllmSettings
 from unified_cache.engines.vllm_worker import WorkerSide
+from unified_cache.worker import Ticket, WorkerPool
+
+class LateThreads:
+    """Jobs run when the engine says so, in any order."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.jobs: list[tuple[Ticket, Callable[[], None]]] = []
+
+    def submit(self, job: Callable[[], None], priority: int = 0) -> Ticket:
+        ticket = Ticket(job)
+        self.jobs.append((ticket, job))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        before = len(self.jobs)
+        self.jobs = [(other, job) for other, job in self.jobs if other is not ticket]
+        return len(self.jobs) < before
+
+    def run(self, chance: random.Random) -> None:
+        while self.jobs and chance.random() < 0.5:
+            self.jobs.pop(chance.randrange(len(self.jobs)))[1]()
+
+    def close(self) -> None:
+        self.jobs.clear()
+
 
 BLOCK, BYTES, LAYERS = 4, 64, 4
 
@@ -66,13 +91,19 @@ class FakeVllm:
             [torch.zeros(blocks, BYTES, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(workers)
         ]
         self.engines: list[LateCopies] = []
-        self.scheduler = SchedulerSide(parsed, backend=backends())
+        self.threads: list[LateThreads] = []
+        make_threads = self._late_threads if late else WorkerPool
+        self.scheduler = SchedulerSide(parsed, backend=backends(), threads=make_threads)
         self.workers = []
         about = []
         for number in range(workers):
             make = (lambda device, host: self._late(device, host)) if late else None
             worker = WorkerSide(
-                parsed, lambda *_, number=number: f"{number:016x}", backend=backends(), copies=make
+                parsed,
+                lambda *_, number=number: f"{number:016x}",
+                backend=backends(),
+                copies=make,
+                threads=make_threads,
             )
             about.append(
                 worker.register({f"layer{at}": tensor for at, tensor in enumerate(self.memory[number])})
@@ -90,6 +121,11 @@ class FakeVllm:
         engine = LateCopies(device, host)
         self.engines.append(engine)
         return engine
+
+    def _late_threads(self, name: str, count: int) -> LateThreads:
+        threads = LateThreads(name, count)
+        self.threads.append(threads)
+        return threads
 
     def add(self, name: str, tokens: Sequence[int], more: int = 1, space: str = "") -> FakeRequest:
         request = FakeRequest(name, list(tokens), more, space)
@@ -118,7 +154,7 @@ class FakeVllm:
     def reset(self) -> None:
         self.scheduler.reset()
 
-    def run(self, most: int = 400) -> None:
+    def run(self, most: int = 2000) -> None:
         """Until nothing is left to do."""
         for _ in range(most):
             if not self.requests:
@@ -126,7 +162,7 @@ class FakeVllm:
             self.step()
         raise AssertionError(f"not done after {most} steps: {list(self.requests)}")
 
-    def settle(self, most: int = 200) -> None:
+    def settle(self, most: int = 2000) -> None:
         """Empty steps until no operation is under way."""
         for _ in range(most):
             if not self.scheduler.usage()["operations"]:
@@ -164,6 +200,8 @@ class FakeVllm:
             self.received.update(worker.finished())
             failed |= worker.failed_blocks()
             reports.add(worker.take_reports())
+        for threads in self.threads:
+            threads.run(self.random)
         self._update(scheduled, failed, bad)
         self.scheduler.reported(reports.all())
         for name in [name for name, count in self.received.items() if count == len(self.workers)]:
@@ -172,16 +210,11 @@ class FakeVllm:
 
     def _schedule(self) -> tuple[list[Scheduled], set[str]]:
         items: list[Scheduled] = []
-        for request in list(self.running):
-            if request not in self.running:
-                continue
+        for request in self.running:
             count = min(self.chunk, len(request.tokens) - request.computed)
             fresh = self._grow(request, request.computed + count)
-            if fresh is None:
-                self.preempt(self.running[-1])
-                continue
+            assert fresh is not None
             items.append(Scheduled(request.name, fresh, False, request.computed, count))
-        items = [item for item in items if self.requests[item.request] in self.running]
         skipped: list[FakeRequest] = []
         anew: set[str] = set()
         while self.waiting:
@@ -198,9 +231,11 @@ class FakeVllm:
                 continue
             start = request.computed + more
             count = 0 if later else min(self.chunk, len(request.tokens) - start)
-            if self._grow(request, start + count) is None:
-                self.waiting.appendleft(request)
-                break
+            if not request.blocks and not self._fits(request):
+                skipped.append(request)
+                continue
+            fresh = self._grow(request, start + count)
+            assert fresh is not None
             self.scheduler.allocated(request.name, request.blocks, more)
             request.loaded += more
             request.computed = start
@@ -214,6 +249,14 @@ class FakeVllm:
             items.append(Scheduled(request.name, list(request.blocks), True, start, count))
         self.waiting.extendleft(reversed(skipped))
         return items, anew
+
+    def _fits(self, request: FakeRequest) -> bool:
+        """All of it, beside all of those that hold blocks: nobody ever has to go for lack of them."""
+        holding = [request, *(other for other in self.requests.values() if other.blocks)]
+        return sum(map(self._missing, holding)) <= len(self.free)
+
+    def _missing(self, request: FakeRequest) -> int:
+        return -(-(len(request.tokens) + request.more) // BLOCK) - len(request.blocks)
 
     def _grow(self, request: FakeRequest, tokens: int) -> list[int] | None:
         missing = -(-tokens // BLOCK) - len(request.blocks)

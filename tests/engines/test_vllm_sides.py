@@ -106,10 +106,10 @@ def test_random_calls(seed: int) -> None:
                 engine.abort(victim)
         if chance.random() < 0.05:
             engine.reset()
-    engine.run(100_000)
+    engine.run()
     for copies in engine.engines:
         copies.fail = lambda handle: False
-    engine.settle(100_000)
+    engine.settle()
     usage = engine.scheduler.usage()
     assert usage["requests"] == 0
     assert usage["host_free_pages"] + usage["host_tree_pages"] == usage["host_pages"]
@@ -166,4 +166,4 @@ def test_blocks_that_are_no_pages() -> None:
 
 def test_storage_that_one_process_sees() -> None:
     with pytest.raises(StorageError, match="seen by one process only"):
-        FakeVllm(SMALL | {"storage": "memory://x?size=1MB"})
+        FakeVllm(SMALL | {"storage": "memory://x"})

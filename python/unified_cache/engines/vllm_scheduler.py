@@ -26,6 +26,7 @@ from unified_cache.engines.vllm_messages import Fetch, Load, Report, Reports, Sa
 from unified_cache.engines.vllm_settings import VllmSettings
 from unified_cache.errors import StorageError
 from unified_cache.pools.allocator import PageAllocator, Pages
+from unified_cache.storage.backup import Threads
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.keys import KeySpace, PoolKeys
@@ -180,6 +181,7 @@ class SchedulerSide:
         settings: of the connector.
         clock: seconds; several threads call it.
         backend: in place of what ``storage`` names.
+        threads: makes the threads that ask it, from their name and number.
 
     Raises:
         StorageError: the storage can not be used.
@@ -191,6 +193,7 @@ class SchedulerSide:
         *,
         clock: Callable[[], float] = time.monotonic,
         backend: Backend | None = None,
+        threads: Callable[[str, int], Threads] = WorkerPool,
     ) -> None:
         self.settings = settings
         self._config = settings.cache
@@ -214,6 +217,7 @@ class SchedulerSide:
         self._named: dict[int, Any] = {}  # by host page: vLLM's hash of the block
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._searches: set[_Search] = set()  # that are not over
         self._looking: dict[LookUp, _Search] = {}
         self._guard: StorageGuard | None = None
         self._reader: StoragePrefetch | None = None
@@ -228,7 +232,7 @@ class SchedulerSide:
                 counts=StorageCounts(),
             )
             self._reader = StoragePrefetch(
-                self._guard, WorkerPool("unified-cache storage look-ups", 2), self._done
+                self._guard, threads("unified-cache storage look-ups", 2), self._done
             )
 
     def start(self, about: Sequence[WorkerAbout]) -> None:
@@ -385,9 +389,9 @@ class SchedulerSide:
         for request in self._requests.values():
             request.plan = None
             request.saved = 0
-            if request.search is not None:
-                request.search.over = True
-                request.search.lock = None
+        for search in self._searches:
+            search.over, search.lock = True, None
+        self._searches.clear()
         held = [operation.pages for operation in self._operations.values()]
         self._tree.reset()
         self._host.reset(np.unique(np.concatenate([_NO_PAGES, *held])))
@@ -535,6 +539,7 @@ class SchedulerSide:
         search.moved = search.started
         search.look_up = LookUp([self._keys.keys(request.digests(pages, self._page)[first:])])
         request.search = search
+        self._searches.add(search)
         self._looking[search.look_up] = search
         self._counts["look_ups"] += 1
         self._reader.look_up(search.look_up)
@@ -625,6 +630,7 @@ class SchedulerSide:
     def _end_search(self, search: _Search) -> None:
         if not search.over:
             self._unlock(search.lock)
+            self._searches.discard(search)
         search.over, search.lock, search.look_up = True, None, None
 
     # Operations

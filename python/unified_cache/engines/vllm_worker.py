@@ -27,7 +27,7 @@ from unified_cache.pools.device import MlaDevicePool
 from unified_cache.pools.host import HostPool, host_pages_for
 from unified_cache.pools.host_memory import HostMemory
 from unified_cache.pools.planes import PoolPlanes
-from unified_cache.storage.backup import StorageBackup, WriteJob
+from unified_cache.storage.backup import StorageBackup, Threads, WriteJob
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.keys import KeySpace, PoolKeys
@@ -89,6 +89,7 @@ class WorkerSide:
         clock: seconds; several threads call it.
         backend: in place of what ``storage`` names.
         copies: makes the engine between device and host; None: the one that fits the device.
+        threads: makes the threads that call the storage, from their name and number.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class WorkerSide:
         clock: Callable[[], float] = time.monotonic,
         backend: Backend | None = None,
         copies: Callable[[PoolPlanes, PoolPlanes], CopyEngine] | None = None,
+        threads: Callable[[str, int], Threads] = WorkerPool,
     ) -> None:
         self._settings = settings
         self._config = settings.cache
@@ -106,6 +108,7 @@ class WorkerSide:
         self._clock = clock
         self._backend = backend
         self._make_engine = copies
+        self._threads = threads
         self._parts: list[_Part] = []
         self._layers: dict[str, int] = {}
         self._host: HostPool | None = None
@@ -216,10 +219,10 @@ class WorkerSide:
         )
         self._guard.register(host.memory)
         self._reader = StoragePrefetch(
-            self._guard, WorkerPool("unified-cache storage reads", config.storage_read_threads), self._done
+            self._guard, self._threads("unified-cache storage reads", config.storage_read_threads), self._done
         )
         self._writer = StorageBackup(
-            self._guard, WorkerPool("unified-cache storage writes", config.storage_write_threads), self._done
+            self._guard, self._threads("unified-cache storage writes", config.storage_write_threads), self._done
         )
 
     # One step, in the order of vLLM's calls
