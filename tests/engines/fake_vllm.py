@@ -22,6 +22,7 @@ from unified_cache.engines.vllm_settings import VllmSettings
 from unified_cache.engines.vllm_worker import WorkerSide
 from unified_cache.worker import Ticket, WorkerPool
 
+
 class LateThreads:
     """Jobs run when the engine says so, in any order."""
 
@@ -178,7 +179,7 @@ class FakeVllm:
     # One step
 
     def step(self) -> None:
-        scheduled, anew = self._schedule()
+        scheduled = self._schedule()
         step = self.scheduler.step(scheduled)
         self.scheduled.append({item.request: item.tokens for item in scheduled})
         before = any(load.now for load in step.loads)
@@ -208,7 +209,7 @@ class FakeVllm:
             del self.received[name]
             self._received(self.requests[name])
 
-    def _schedule(self) -> tuple[list[Scheduled], set[str]]:
+    def _schedule(self) -> list[Scheduled]:
         items: list[Scheduled] = []
         for request in self.running:
             count = min(self.chunk, len(request.tokens) - request.computed)
@@ -216,7 +217,6 @@ class FakeVllm:
             assert fresh is not None
             items.append(Scheduled(request.name, fresh, False, request.computed, count))
         skipped: list[FakeRequest] = []
-        anew: set[str] = set()
         while self.waiting:
             request = self.waiting.popleft()
             more: int | None = 0
@@ -245,10 +245,9 @@ class FakeVllm:
                 continue
             request.status = "running"
             self.running.append(request)
-            anew.add(request.name)
             items.append(Scheduled(request.name, list(request.blocks), True, start, count))
         self.waiting.extendleft(reversed(skipped))
-        return items, anew
+        return items
 
     def _fits(self, request: FakeRequest) -> bool:
         """All of it, beside all of those that hold blocks: nobody ever has to go for lack of them."""

@@ -12,7 +12,12 @@ from unified_cache.engines.vllm_settings import VllmSettings
 from unified_cache.errors import ArgumentError, StorageError
 from unified_cache.storage.backends.memory import MemoryBackend
 
-SMALL = {"hicache_ratio": 1.0, "load_back_threshold": 0, "prefetch_threshold": 0, "prefetch_policy": "wait_complete"}
+SMALL = {
+    "hicache_ratio": 1.0,
+    "load_back_threshold": 0,
+    "prefetch_threshold": 0,
+    "prefetch_policy": "wait_complete",
+}
 PROMPT = list(range(100, 141))
 
 
@@ -87,14 +92,17 @@ def test_random_calls(seed: int) -> None:
     if chance.random() < 0.6:
         settings["storage"] = "/not/opened"
         backends = lambda: _Shared(store)  # noqa: E731
-    engine = FakeVllm(settings, blocks=chance.choice([16, 30]), workers=chance.choice([1, 2]), seed=seed,
-                      backends=backends)
+    engine = FakeVllm(
+        settings, blocks=chance.choice([16, 30]), workers=chance.choice([1, 2]), seed=seed, backends=backends
+    )
     faulty = chance.random() < 0.5
     for copies in engine.engines:
         copies.fail = lambda handle: faulty and chance.random() < 0.1
     for number in range(60):
         stem = chance.randrange(3)
-        tokens = [stem] * chance.randrange(1, 30) + [chance.randrange(5) for _ in range(chance.randrange(1, 8))]
+        tokens = [stem] * chance.randrange(1, 30) + [
+            chance.randrange(5) for _ in range(chance.randrange(1, 8))
+        ]
         engine.add(f"r{number}", tokens, more=chance.randrange(6), space=chance.choice(["", "", "x"]))
         for _ in range(chance.randrange(6)):
             engine.step()

@@ -1,4 +1,4 @@
-"""The cache inside vLLM: a KV connector, ``--kv-transfer-config '{"kv_connector": "UnifiedCacheConnector"}'``.
+"""The cache inside vLLM: its KV connector ``UnifiedCacheConnector``.
 
 vLLM keeps the device; host and storage are the cache's. This module only fits vLLM's calls to the two sides,
 `unified_cache.engines.vllm_scheduler` (decides) and `unified_cache.engines.vllm_worker` (moves bytes).
@@ -387,9 +387,11 @@ def _as_blocks(name: str, cache: torch.Tensor, blocks: int) -> torch.Tensor:
     grouped = group_kernel_blocks(cache, blocks)
     size = grouped.element_size()
     inside = grouped[0]
-    dense = inside.numel() == 0 or sum(
-        (count - 1) * stride for count, stride in zip(inside.shape, inside.stride(), strict=True)
-    ) == inside.numel() - 1
+    dense = (
+        inside.numel() == 0
+        or sum((count - 1) * stride for count, stride in zip(inside.shape, inside.stride(), strict=True))
+        == inside.numel() - 1
+    )
     if grouped.shape[0] != blocks or not dense:
         raise ArgumentError(
             f"unified-cache: the blocks of layer {name} are not contiguous in this layout of vLLM "
@@ -427,8 +429,8 @@ def _check_model(vllm_config: Any, kv_cache_config: Any) -> Any:
         for spec in iter_layer_specs(groups[0].kv_cache_spec)
     ):
         raise ArgumentError(
-            f"unified-cache: {model} keeps its KV in groups of these kinds: {', '.join(kinds) or 'none'}; only "
-            "models whose layers all have full attention can be cached for now"
+            f"unified-cache: {model} keeps its KV in groups of these kinds: {', '.join(kinds) or 'none'}; "
+            "only models whose layers all have full attention can be cached for now"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

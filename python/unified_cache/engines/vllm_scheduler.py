@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,11 @@ _NO_DIGESTS: npt.NDArray[np.uint8] = np.empty((0, 32), np.uint8)
 _GRACE = 1.2
 
 _Namespace: TypeAlias = tuple[str | None, str | None]
+
+
+class _Space(TypedDict):
+    extra_key: str | None
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +94,14 @@ class _Tracked:
     """A request of vLLM, and what is under way for it."""
 
     def __init__(
-        self, name: str, tokens: Callable[[], Sequence[int]], names: Callable[[], Sequence[Any]],
-        namespace: _Namespace, lora: str | None, *, cacheable: bool,
+        self,
+        name: str,
+        tokens: Callable[[], Sequence[int]],
+        names: Callable[[], Sequence[Any]],
+        namespace: _Namespace,
+        lora: str | None,
+        *,
+        cacheable: bool,
     ) -> None:
         self.name = name
         self.namespace = namespace
@@ -330,8 +341,11 @@ class SchedulerSide:
         self._wait_for_saves(targets.tolist())
         now = self.settings.transfer != "async"
         self._step.loads.append(Load(operation.number, name, pages, targets, now))
-        stored = max(0, min(request.fetched, (first + count) * self._page) - max(
-            request.fetched_from, first * self._page))
+        stored = max(
+            0,
+            min(request.fetched, (first + count) * self._page)
+            - max(request.fetched_from, first * self._page),
+        )
         self._counts["host_hit_tokens"] += count * self._page - stored
         self._counts["storage_hit_tokens"] += stored
 
@@ -707,9 +721,9 @@ class SchedulerSide:
         tokens = request.tokens()
         return tokens[: max(len(tokens) - 1, 0) // self._page * self._page]
 
-    def _space(self, request: _Tracked) -> dict[str, str | None]:
+    def _space(self, request: _Tracked) -> _Space:
         extra_key, cache_salt = request.namespace
-        return {"extra_key": extra_key, "cache_salt": cache_salt}
+        return _Space(extra_key=extra_key, cache_salt=cache_salt)
 
     # Events
 

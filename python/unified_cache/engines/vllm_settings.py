@@ -104,7 +104,7 @@ class VllmSettings:
         for name in ("load_back_threshold", "prefetch_threshold"):
             if given.get(name) == "auto":
                 raise ArgumentError(
-                    f"{name} must be an integer >= 0, not 'auto': what computing takes is not measured in vLLM"
+                    f"{name} must be an integer >= 0, not 'auto': nobody measures computing in vLLM"
                 )
         if not 1 <= block_size <= 256:
             raise ArgumentError(f"block_size must be in 1..256 for the cache, not {block_size}: --block-size")

@@ -13,8 +13,9 @@ import contextlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from unified_cache._torch import torch
 from unified_cache.copies.choose import make_copy_engine
@@ -22,7 +23,7 @@ from unified_cache.copies.engine import CopyEngine, CopyHandle, LayerEvents
 from unified_cache.engines.vllm_messages import Fetch, Load, Report, Save, Step, WorkerAbout
 from unified_cache.engines.vllm_scheduler import open_shared_storage
 from unified_cache.engines.vllm_settings import VllmSettings
-from unified_cache.errors import CopyError, UnifiedCacheError
+from unified_cache.errors import UnifiedCacheError
 from unified_cache.pools.device import MlaDevicePool
 from unified_cache.pools.host import HostPool, host_pages_for
 from unified_cache.pools.host_memory import HostMemory
@@ -177,7 +178,7 @@ class WorkerSide:
     def _make_parts(self, pool: MlaDevicePool, host: HostPool) -> None:
         count = min(LAYER_PARTS, pool.layers) if self._settings.transfer == "layers" else 1
         edges = [pool.layers * at // count for at in range(count + 1)]
-        for first, end in zip(edges, edges[1:], strict=False):
+        for first, end in pairwise(edges):
             if count == 1 and self._make_engine is None:
                 engine = make_copy_engine(
                     pool, host, blocks=self._config.copy_blocks, threads=self._config.copy_threads
@@ -222,7 +223,9 @@ class WorkerSide:
             self._guard, self._threads("unified-cache storage reads", config.storage_read_threads), self._done
         )
         self._writer = StorageBackup(
-            self._guard, self._threads("unified-cache storage writes", config.storage_write_threads), self._done
+            self._guard,
+            self._threads("unified-cache storage writes", config.storage_write_threads),
+            self._done,
         )
 
     # One step, in the order of vLLM's calls
@@ -436,4 +439,3 @@ class WorkerSide:
                 self._reports.append(Report(self._reads.pop(job), "moved", job.read))
             elif isinstance(job, WriteJob):
                 self._reports.append(Report(self._writes.pop(job), "stored", job.written_pages))
-

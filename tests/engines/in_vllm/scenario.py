@@ -24,10 +24,10 @@ os.environ.update(
 )
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
 
 BLOCK = 32
 PROMPT = [(at * 7919) % 500 + 5 for at in range(300)]
@@ -74,16 +74,14 @@ class Engine:
 
         scheduler.schedule, scheduler._preempt_request = counted, noted
 
-    def ask(self, prompt: list[int] = PROMPT, tokens: int = 8, lora: Any = None, salt: str | None = None) -> Any:
+    def ask(self, tokens: int = 8, lora: Any = None, salt: str | None = None) -> dict[str, Any]:
         """Tokens, log-probabilities, and how many tokens the scheduler ran."""
         self.steps.clear()
-        given: Any = {"prompt_token_ids": prompt}
+        given: Any = {"prompt_token_ids": PROMPT}
         if salt is not None:
             given["cache_salt"] = salt
         answer = self.llm.generate(given, _greedy(tokens), use_tqdm=False, lora_request=lora)[0].outputs[0]
-        chosen = [
-            at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)
-        ]
+        chosen = [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         # The last tokens are decoded one by one: the rest is what was computed of the prompt.
         return {"tokens": list(answer.token_ids), "logprobs": chosen, "ran": sum(self.steps) - (tokens - 1)}
 
@@ -130,7 +128,7 @@ class Engine:
                 del part.engine._copy
 
     def _device_views(self) -> list[Any]:
-        return [cache for cache in self.core.model_executor.driver_worker.worker.model_runner.kv_caches]
+        return list(self.core.model_executor.driver_worker.worker.model_runner.kv_caches)
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

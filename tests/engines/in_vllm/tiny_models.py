@@ -1,4 +1,4 @@
-"""A Llama made on the spot: 4 layers, 2 KV heads of 64, whose answers depend on the prompt."""
+"""Models made on the spot: a Llama of 4 layers with 2 KV heads of 64, two adapters of it, a Gemma."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def make(folder: str | Path, *, layers: int = 4) -> None:
     tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(vocabulary)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
+        folder
+    )
 
 
 def make_lora(folder: str | Path, seed: int) -> None:
