@@ -154,6 +154,11 @@ def test_adapters_share_nothing(second: dict[str, Any]) -> None:
         assert second[f"lora {name} again"]["ran"] == _REST
 
 
+def test_events_say_what_is_on_host(second: dict[str, Any]) -> None:
+    stored = [["CPU", name, _BLOCKS, _BLOCKS * 32] for name in (None, "one", "two")]
+    assert [event for event in second["stored"] if event[2] == _BLOCKS] == stored
+
+
 def test_what_can_not_be_served_is_refused_in_one_line(second: dict[str, Any]) -> None:
     refused = {name: second[f"refused {name}"] for name in ("setting", "model", "storage")}
     assert "no setting 'hicache_sise', allowed are: copy_blocks, " in refused["setting"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 
 import pytest
 
 from tests.engines.fake_vllm import BLOCK, FakeVllm
-from unified_cache.engines.vllm_messages import Report, Reports
+from unified_cache.engines.vllm_messages import Report, Reports, WorkerAbout
+from unified_cache.engines.vllm_scheduler import Event, Scheduled, SchedulerSide
 from unified_cache.engines.vllm_settings import VllmSettings
-from unified_cache.errors import ArgumentError, StorageError
+from unified_cache.errors import ArgumentError, MissingDependencyError, StorageError
 from unified_cache.storage.backends.memory import MemoryBackend
 
 SMALL = {
@@ -170,6 +173,41 @@ def test_settings_that_are_wrong(extra: dict[str, object], message: str) -> None
 def test_blocks_that_are_no_pages() -> None:
     with pytest.raises(ArgumentError, match=r"block_size must be in 1\.\.256 for the cache, not 512"):
         VllmSettings.parse({}, block_size=512, model="m")
+
+
+def test_events_say_what_is_on_host() -> None:
+    settings = VllmSettings.parse({}, block_size=BLOCK, model="m", events=True)
+    side = SchedulerSide(settings)
+    side.start([WorkerAbout(3, 64, "0" * 16)])
+    tokens = list(range(13))
+    side.begin("a", lambda: tokens, names=lambda: ["h0", "h1", "h2"])
+
+    def save(blocks: list[int], anew: bool, computed: int, count: int) -> None:
+        step = side.step([Scheduled("a", blocks, anew, computed, count)])
+        side.reported(Report(save.op, "moved", len(save.pages)) for save in step.saves)
+
+    save([0, 1, 2, 3], True, 0, 8)
+    assert side.take_events() == [Event("stored", ["h0", "h1"], None, tokens[:8])]
+    save([], False, 8, 5)
+    assert side.take_events() == [Event("stored", ["h2"], "h1", tokens[8:12])]
+    side.finished("a")
+    other = [7] * 5
+    side.begin("b", lambda: other, names=lambda: ["g0"])
+    step = side.step([Scheduled("b", [4, 5], True, 0, 5)])
+    assert len(step.saves) == 1
+    removed = side.take_events()
+    assert [event.kind for event in removed] == ["removed"]
+    assert "h2" in removed[0].names
+    side.reset()
+    assert {name for event in side.take_events() for name in event.names} <= {"h0", "h1"}
+    side.close()
+
+
+def test_without_vllm_it_says_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "unified_cache.engines.vllm", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"this needs vLLM 0\.32"):
+        importlib.import_module("unified_cache.engines.vllm")
 
 
 def test_storage_that_one_process_sees() -> None:

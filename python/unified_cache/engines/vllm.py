@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["UnifiedCacheConnector", "UnifiedCacheStats"]
+
+_log = logging.getLogger(__name__)
 
 # Whose interface this was written for; others are taken if they have all that is used here.
 _TESTED = "0.32"
@@ -164,6 +167,12 @@ class UnifiedCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == base.KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                _log.warning(
+                    "unified-cache: kv_load_failure_policy is %r, so a load that fails ends its request; "
+                    "with 'recompute' it is computed",
+                    transfer.kv_load_failure_policy,
+                )
             self._scheduler = SchedulerSide(self._settings)
         else:
             self._worker = WorkerSide(self._settings, partial(_fingerprint, vllm_config, self._settings))

@@ -389,12 +389,6 @@ class SchedulerSide:
             if operation is not None:
                 self._reported(operation, report)
 
-    def load_failed(self, names: Iterable[str]) -> None:
-        """These requests' loads have failed: they compute, and are offered nothing any more."""
-        for name in names:
-            if name in self._requests:
-                self._requests[name].load_failed = True
-
     # The cache as a whole
 
     def reset(self) -> None:

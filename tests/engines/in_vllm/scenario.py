@@ -25,7 +25,7 @@ os.environ.update(
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
@@ -203,13 +203,26 @@ def second(folder: Path) -> dict[str, Any]:
                 result[f"{name}, broken load"] = engine.ask()
             result[f"{name}, broken blocks"] = sum(hit)
         engine.close()
-    engine = Engine(model, {}, enable_lora=True, max_lora_rank=8)
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = Engine(model, {}, enable_lora=True, max_lora_rank=8, kv_events_config=events)
+    connector = engine.core.scheduler.connector
+    take, taken = connector.take_events, []
+
+    def noted() -> list[Any]:
+        taken.extend(more := take())
+        return more
+
+    connector.take_events = noted
     loras = [LoRARequest(name, at + 1, str(folder / name)) for at, name in enumerate(("one", "two"))]
     for name, lora in (("bare", None), ("one", loras[0]), ("two", loras[1])):
         result[f"lora {name}"] = engine.ask(lora=lora)
     engine.flush(host=False)
     for name, lora in (("bare", None), ("one", loras[0]), ("two", loras[1])):
         result[f"lora {name} again"] = engine.ask(lora=lora)
+    engine.settle()
+    result["stored"] = [
+        [event.medium, event.lora_name, len(event.block_hashes), len(event.token_ids)] for event in taken
+    ]
     engine.close()
     for name, of, extra, settings in (
         ("setting", "llama", {"hicache_sise": 1}, {}),
