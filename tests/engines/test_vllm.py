@@ -160,10 +160,15 @@ def test_events_say_what_is_on_host(second: dict[str, Any]) -> None:
 
 
 def test_what_can_not_be_served_is_refused_in_one_line(second: dict[str, Any]) -> None:
-    refused = {name: second[f"refused {name}"] for name in ("setting", "model", "storage")}
+    refused = {
+        name: second[f"refused {name}"] for name in ("setting", "model", "storage", "version", "platform")
+    }
     assert "no setting 'hicache_sise', allowed are: copy_blocks, " in refused["setting"]
     assert "groups of these kinds: sliding_window, full_attention; only models" in refused["model"]
     assert "there is no storage backend nowhere://" in refused["storage"]
+    assert "knows the connectors of vLLM 0.32, this is 0.32" in refused["version"]
+    assert "which has no a_call_of_another_version" in refused["version"]
+    assert "serves vLLM on CPUs and CUDA GPUs, not on tpu" in refused["platform"]
     assert not any("\n" in message for message in refused.values())
 
 

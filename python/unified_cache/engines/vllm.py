@@ -159,7 +159,10 @@ class UnifiedCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             block_size=spec.block_size,
             model=vllm_config.model_config.model,
             role=transfer.kv_role or "kv_both",
-            events=events is not None and bool(events.enable_kv_cache_events),
+            # Its hashes are of other blocks than these otherwise.
+            events=events is not None
+            and bool(events.enable_kv_cache_events)
+            and kv_cache_config.hash_block_size in (None, spec.block_size),
         )
         self._block_size = spec.block_size
         self._about: WorkerAbout | None = None

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(
@@ -233,6 +234,21 @@ def second(folder: Path) -> dict[str, Any]:
             Engine(folder / of, extra, **settings)
         except Exception as error:
             result[f"refused {name}"] = f"{type(error).__name__}: {error}"
+        gc.collect()
+    from unified_cache.engines import vllm as face
+
+    elsewhere = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="tpu")
+    for name, attribute, value in (
+        ("version", "_USED", ("start_load_kv", "a_call_of_another_version")),
+        ("platform", "current_platform", elsewhere),
+    ):
+        before = getattr(face, attribute)
+        setattr(face, attribute, value)
+        try:
+            Engine(model, {})
+        except Exception as error:
+            result[f"refused {name}"] = f"{type(error).__name__}: {error}"
+        setattr(face, attribute, before)
         gc.collect()
     return result
 
