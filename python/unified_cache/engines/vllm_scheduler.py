@@ -28,7 +28,7 @@ from unified_cache.errors import StorageError
 from unified_cache.pools.allocator import PageAllocator, Pages
 from unified_cache.storage.backup import Threads
 from unified_cache.storage.contract import Backend
-from unified_cache.storage.guard import StorageCounts, StorageGuard
+from unified_cache.storage.guard import GRACE, StorageCounts, StorageGuard
 from unified_cache.storage.keys import KeySpace, PoolKeys
 from unified_cache.storage.prefetch import LookUp, StoragePrefetch, batches
 from unified_cache.storage.urls import open_storage
@@ -41,8 +41,6 @@ _log = logging.getLogger(__name__)
 _NO_PAGES: Pages = np.empty(0, np.uint32)
 _NO_DIGESTS: npt.NDArray[np.uint8] = np.empty((0, 32), np.uint8)
 
-# A call to a storage that takes longer than its deadline by this much has ended too late.
-_GRACE = 1.2
 
 _Namespace: TypeAlias = tuple[str | None, str | None]
 
@@ -564,7 +562,7 @@ class SchedulerSide:
             limit = search.started + self._config.prefetch_timeout + asked * per_token
         else:
             # Whatever the storage does: a call that is late has failed.
-            limit = search.moved + 2 * _GRACE * self._config.storage_timeout
+            limit = search.moved + 2 * GRACE * self._config.storage_timeout
         search.waits = now < limit
         return search.waits
 
