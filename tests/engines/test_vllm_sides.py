@@ -1,0 +1,215 @@
+"""The two sides of the vLLM connector, without vLLM: `fake_vllm` has its order of calls."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+
+import pytest
+
+from tests.engines.fake_vllm import BLOCK, FakeVllm
+from unified_cache.engines.vllm_messages import Report, Reports, WorkerAbout
+from unified_cache.engines.vllm_scheduler import Event, Scheduled, SchedulerSide
+from unified_cache.engines.vllm_settings import VllmSettings
+from unified_cache.errors import ArgumentError, MissingDependencyError, StorageError
+from unified_cache.storage.backends.memory import MemoryBackend
+
+SMALL = {
+    "hicache_ratio": 1.0,
+    "load_back_threshold": 0,
+    "prefetch_threshold": 0,
+    "prefetch_policy": "wait_complete",
+}
+PROMPT = list(range(100, 141))
+
+
+@pytest.mark.parametrize("transfer", ["async", "sync", "layers"])
+def test_a_prefix_comes_back_from_host(transfer: str) -> None:
+    engine = FakeVllm(SMALL | {"transfer": transfer})
+    first = engine.add("a", PROMPT)
+    engine.run()
+    engine.settle()
+    assert (first.loaded, first.computed_itself) == (0, 42)
+    again = engine.add("b", PROMPT)
+    engine.run()
+    engine.settle()
+    # 41 tokens: 10 blocks, and one token is left to compute.
+    assert (again.loaded, again.computed_itself) == (40, 2)
+    other = engine.add("c", PROMPT, space="other")
+    engine.run()
+    assert other.loaded == 0
+    engine.reset()
+    after = engine.add("d", PROMPT)
+    engine.run()
+    assert after.loaded == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("transfer", ["async", "sync", "layers"])
+def test_a_load_that_fails_is_computed(transfer: str) -> None:
+    engine = FakeVllm(SMALL | {"transfer": transfer})
+    engine.add("a", PROMPT)
+    engine.run()
+    engine.settle()
+    for copies in engine.engines[-1:]:
+        copies.fail = lambda handle: handle.direction == "load"
+    again = engine.add("b", PROMPT)
+    engine.run()
+    engine.settle()
+    assert again.loaded == 40
+    assert again.computed_itself == 42
+    assert engine.scheduler.take_counts()["failed_copies"] >= 1
+    engine.close()
+
+
+def test_a_prefix_comes_back_from_storage_in_another_process(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    settings = SMALL | {"storage": str(tmp_path / "store")}
+    engine = FakeVllm(settings, late=False)
+    engine.add("a", PROMPT)
+    engine.run(100_000)
+    engine.settle(1_000_000)
+    engine.close()
+    engine = FakeVllm(settings, late=False)
+    again = engine.add("b", PROMPT)
+    engine.run(1_000_000)
+    assert (again.loaded, again.computed_itself) == (40, 2)
+    counts = engine.scheduler.take_counts()
+    assert counts["storage_hit_tokens"] == 40
+    assert "host_hit_tokens" not in counts
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls(seed: int) -> None:
+    """Whatever happens in whatever order, a forward reads what it should, and nothing is left at the end."""
+    chance = random.Random(seed)
+    transfer = chance.choice(["async", "sync", "layers"])
+    settings = SMALL | {
+        "transfer": transfer,
+        "hicache_ratio": chance.choice([0.5, 1.0, 3.0]),
+        "prefetch_policy": chance.choice(["best_effort", "timeout", "wait_complete"]),
+    }
+    backends = lambda: None  # noqa: E731
+    store = MemoryBackend()
+    if chance.random() < 0.6:
+        settings["storage"] = "/not/opened"
+        backends = lambda: _Shared(store)  # noqa: E731
+    engine = FakeVllm(
+        settings, blocks=chance.choice([16, 30]), workers=chance.choice([1, 2]), seed=seed, backends=backends
+    )
+    faulty = chance.random() < 0.5
+    for copies in engine.engines:
+        copies.fail = lambda handle: faulty and chance.random() < 0.1
+    for number in range(60):
+        stem = chance.randrange(3)
+        tokens = [stem] * chance.randrange(1, 30) + [
+            chance.randrange(5) for _ in range(chance.randrange(1, 8))
+        ]
+        engine.add(f"r{number}", tokens, more=chance.randrange(6), space=chance.choice(["", "", "x"]))
+        for _ in range(chance.randrange(6)):
+            engine.step()
+        if engine.running and chance.random() < 0.2:
+            engine.preempt(chance.choice(engine.running))
+        if engine.requests and chance.random() < 0.15:
+            victim = chance.choice(list(engine.requests.values()))
+            if not victim.aborted:
+                engine.abort(victim)
+        if chance.random() < 0.05:
+            engine.reset()
+    engine.run()
+    for copies in engine.engines:
+        copies.fail = lambda handle: False
+    engine.settle()
+    usage = engine.scheduler.usage()
+    assert usage["requests"] == 0
+    assert usage["host_free_pages"] + usage["host_tree_pages"] == usage["host_pages"]
+    engine.scheduler._tree.check_invariants()
+    engine.scheduler._host.check()
+    # Nothing is locked any more: all of it can go.
+    pages = usage["host_tree_pages"]
+    assert len(engine.scheduler._tree.evict_host(pages).host_pages) == pages
+    engine.close()
+
+
+class _Shared(MemoryBackend):
+    """One store in memory, opened by all sides of a fake vLLM in one process."""
+
+    shared = True
+
+    def __init__(self, store: MemoryBackend) -> None:
+        self.__dict__ = store.__dict__
+
+    def close(self) -> None:
+        pass
+
+
+def test_reports_of_workers_are_put_together() -> None:
+    reports = Reports([Report(2, "moved", 5), Report(1, "moved", 3)])
+    reports.add([Report(1, "moved", 2), Report(1, "stored", 2)])
+    assert reports.take(2) == [Report(1, "moved", 2, 2)]
+    assert reports.take(2) == []
+    reports.add([Report(2, "moved", 9, 1)])
+    assert reports.take(2) == [Report(2, "moved", 5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"hicache_sise": 1}, "no setting 'hicache_sise', allowed are: copy_blocks"),
+        ({"transfer": "later"}, "transfer must be one of 'async', 'sync', 'layers', not 'later'"),
+        ({"prefetch_threshold": "auto"}, "prefetch_threshold must be an integer >= 0, not 'auto'"),
+        ({"hicache_size": -1}, "hicache_size must be a number > 0, not -1"),
+        ({"hicache_size": [1]}, "hicache_size must be a number > 0, not [1]"),
+        ({"storage": 5}, "storage must be a URL, a folder's path or a Backend, not 5"),
+    ],
+)
+def test_settings_that_are_wrong(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        VllmSettings.parse(extra, block_size=BLOCK, model="m")
+    assert message in str(caught.value)
+
+
+def test_blocks_that_are_no_pages() -> None:
+    with pytest.raises(ArgumentError, match=r"block_size must be in 1\.\.256 for the cache, not 512"):
+        VllmSettings.parse({}, block_size=512, model="m")
+
+
+def test_events_say_what_is_on_host() -> None:
+    settings = VllmSettings.parse({}, block_size=BLOCK, model="m", events=True)
+    side = SchedulerSide(settings)
+    side.start([WorkerAbout(3, 64, "0" * 16)])
+    tokens = list(range(13))
+    side.begin("a", lambda: tokens, names=lambda: ["h0", "h1", "h2"])
+
+    def save(blocks: list[int], anew: bool, computed: int, count: int) -> None:
+        step = side.step([Scheduled("a", blocks, anew, computed, count)])
+        side.reported(Report(save.op, "moved", len(save.pages)) for save in step.saves)
+
+    save([0, 1, 2, 3], True, 0, 8)
+    assert side.take_events() == [Event("stored", ["h0", "h1"], None, tokens[:8])]
+    save([], False, 8, 5)
+    assert side.take_events() == [Event("stored", ["h2"], "h1", tokens[8:12])]
+    side.finished("a")
+    other = [7] * 5
+    side.begin("b", lambda: other, names=lambda: ["g0"])
+    step = side.step([Scheduled("b", [4, 5], True, 0, 5)])
+    assert len(step.saves) == 1
+    removed = side.take_events()
+    assert [event.kind for event in removed] == ["removed"]
+    assert "h2" in removed[0].names
+    side.reset()
+    assert {name for event in side.take_events() for name in event.names} <= {"h0", "h1"}
+    side.close()
+
+
+def test_without_vllm_it_says_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "unified_cache.engines.vllm", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"this needs vLLM 0\.32"):
+        importlib.import_module("unified_cache.engines.vllm")
+
+
+def test_storage_that_one_process_sees() -> None:
+    with pytest.raises(StorageError, match="seen by one process only"):
+        FakeVllm(SMALL | {"storage": "memory://x"})
