@@ -23,8 +23,6 @@ EXTRA = (
     "storage_head_groups",
     "kv_heads",
     "prefetch_threshold",
-    "prefetch_timeout",
-    "prefetch_timeout_per_1024",
     "load_back_threshold",
     "write_through_threshold",
     "host_order",
@@ -37,6 +35,11 @@ EXTRA = (
     "alloc_wait",
     "model",
 )
+# Names that SGLang has for some of them.
+_THEIRS = {
+    "prefetch_timeout_base": "prefetch_timeout",
+    "prefetch_timeout_per_ki_token": "prefetch_timeout_per_1024",
+}
 # SGLang itself asks for these where it makes the backend; here nobody needs them.
 _IGNORED = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 _FLAG = "--hicache-storage-backend-extra-config"
@@ -101,9 +104,10 @@ def make_config(
         EngineError: a mode of HiCache that we do not have.
     """
     extra = extra_config(memory.hicache_storage_backend_extra_config)
-    unknown = sorted(set(extra) - set(EXTRA) - _IGNORED)
+    unknown = sorted(set(extra) - set(EXTRA) - set(_THEIRS) - _IGNORED)
     if unknown:
-        raise ArgumentError(f"{_FLAG} has no setting {unknown[0]!r}, allowed: {', '.join(EXTRA)}")
+        allowed = ", ".join((*EXTRA, *_THEIRS))
+        raise ArgumentError(f"{_FLAG} has no setting {unknown[0]!r}, allowed: {allowed}")
     if memory.hicache_host_memory_mode != "cache":
         raise EngineError(
             f"--hicache-host-memory-mode {memory.hicache_host_memory_mode}: unified-cache has cache only"
@@ -112,6 +116,7 @@ def make_config(
     if storage is not None and not tiers:
         raise ArgumentError("--hicache-storage-backend needs --enable-hierarchical-cache")
     own = {name: value for name, value in extra.items() if name in EXTRA} | {"storage": storage}
+    own |= {ours: extra[theirs] for theirs, ours in _THEIRS.items() if theirs in extra}
     if tiers:
         own |= {
             "write_policy": memory.hicache_write_policy,
