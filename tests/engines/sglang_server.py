@@ -110,7 +110,7 @@ class SglangServer:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server has ended:\n{self.tail()}")
             try:
-                self.call("/health", timeout=5)
+                self.call("/model_info", timeout=5)
                 return
             except OSError:
                 if time.monotonic() > end:

@@ -50,8 +50,8 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
     """One of our storages as a HiCache storage.
 
     Args:
-        storage_config: a ``HiCacheStorageConfig``; its `extra_config` has "storage", a URL or a folder, and may
-            have "storage_timeout" (seconds) and "storage_compression" ("zstd" or "lz4").
+        storage_config: a ``HiCacheStorageConfig``; its `extra_config` has "storage", a URL or a folder, and
+            may have "storage_timeout" (seconds) and "storage_compression" ("zstd" or "lz4").
         kwargs: not used.
 
     Raises:
@@ -153,7 +153,7 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How long a prefix all pools can give back: its keys and values, and of each other pool what it needs."""
+        """How long a prefix can be given back: keys and values, and of each other pool what it needs."""
         return self._safely(
             PoolTransferResult.empty(), lambda: self._restorable(keys, list(pool_transfers or ()))
         )
@@ -361,13 +361,12 @@ class _Memory:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in CPU memory among these, and in lists among these."""
     for value in values:
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
             yield value
-        elif isinstance(value, list | tuple):
-            yield from (
-                item for item in value if isinstance(item, torch.Tensor) and item.device.type == "cpu"
-            )
 
 
 def _of_tensors(
