@@ -41,7 +41,8 @@ def _path() -> str:
 
 
 def _environment(watched: Path | None, more: dict[str, str] | None) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    left_out = ("PYTEST", "PYTHONDONTWRITEBYTECODE")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     own |= {
         "PYTHONPATH": _path(),
         "PYTHONWARNINGS": "ignore",

@@ -404,6 +404,7 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
             except CopyError as error:
                 _log.warning("unified-cache: %s; the request computes these tokens", error)
                 loaded = 0
+                self.cache.tick()  # takes the pages back, so that no other request finds them on device
             self._give_pages()
         return (loaded, node) if loaded else (0, here)
 

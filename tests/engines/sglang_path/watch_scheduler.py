@@ -3,6 +3,9 @@
 Loaded by SGLang as a plugin, as `unified_cache` is. Each line of the file that WATCH_FILE names is a JSON
 object: ``{"ran": tokens}`` for a forward of prompts, ``{"decoded": requests}`` for one of answers,
 ``{"retracted": requests}``, ``{"idle": usage, "stats": counters}``.
+
+Once there is a file that FAIL_LOAD names, the next copy to the device fails, and the file is removed. With
+HICACHE_ON_CPU, what SGLang's own HiCache does by GPU kernels is done by torch.
 """
 
 import json
@@ -46,6 +49,38 @@ def register() -> None:
                 _write(**line)
         return result
 
+    _order_failures()
+    if os.environ.get("HICACHE_ON_CPU"):
+        _hicache_on_cpu()
     module.Scheduler.run_batch = watched_run
     module.Scheduler.on_idle = watched_idle
     ScheduleBatch.retract_decode = watched_retract
+
+
+def _order_failures() -> None:
+    from unified_cache.copies.cpu import CpuCopyEngine
+
+    copy = CpuCopyEngine._copy
+
+    def failing(self: Any, handle: Any, arrived: Any) -> None:
+        order = os.environ.get("FAIL_LOAD", "")
+        if handle.direction == "load" and order and os.path.exists(order):
+            os.remove(order)
+            _write(failed_load=len(handle.device_pages))
+            raise OSError("a copy that a test has made fail")
+        copy(self, handle, arrived)
+
+    CpuCopyEngine._copy = failing  # type: ignore[method-assign]
+
+
+def _hicache_on_cpu() -> None:
+    from sglang.srt.mem_cache.pool_host import common, mha
+
+    def transfer(
+        src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+    ) -> None:
+        for source, target in zip(src_layers, dst_layers, strict=True):
+            target[dst_indices] = source[src_indices]
+
+    common._cuda_host_register = lambda buffer, granularity=None: None
+    mha.transfer_kv_direct = transfer
