@@ -29,7 +29,7 @@ def model_folder() -> Path:
     """A Llama with random weights, made by the engines' own transformers."""
     folder = Path(tempfile.mkdtemp(prefix="unified-cache-llama-"))
     script = HERE / "sglang_path" / "make_llama.py"
-    subprocess.run([engine_python(), script, folder], check=True, env=_environment(None, None))
+    subprocess.run([engine_python(), script, folder], check=True, env=engine_environment())
     return folder
 
 
@@ -40,7 +40,8 @@ def _path() -> str:
     return os.pathsep.join([*package_path(folder, hooks), str(HERE / "sglang_path")])
 
 
-def _environment(watched: Path | None, more: dict[str, str] | None) -> dict[str, str]:
+def engine_environment(watched: Path | None = None, more: dict[str, str] | None = None) -> dict[str, str]:
+    """Of every process of the engines."""
     left_out = ("PYTEST", "PYTHONDONTWRITEBYTECODE")
     own = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     own |= {
@@ -89,7 +90,7 @@ class SglangServer:
                 [str(part) for part in command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(self.watched, environment),
+                env=engine_environment(self.watched, environment),
                 cwd=folder,
                 start_new_session=True,
             )

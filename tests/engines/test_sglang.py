@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.sglang_server import PAGE, SglangServer
+from tests.engines.environment import HERE, engine_python
+from tests.engines.sglang_server import PAGE, SglangServer, engine_environment, model_folder
 from unified_cache.storage.page_format import HEADER_BYTES, page_bytes_of, write_headers
 
 ANSWER = 12
@@ -93,6 +95,25 @@ def _idle_and_whole(server: SglangServer) -> dict[str, Any]:
     assert "Traceback" not in log, server.tail()
     stats: dict[str, Any] = seen["stats"]
     return stats
+
+
+def test_vllm_gives_the_same_tokens(without_cache: dict[str, dict[str, Any]]) -> None:
+    names = ["other", "salted", "failing"]
+    script = HERE / "sglang_path" / "answer_in_vllm.py"
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own = engine_environment(more=variables | {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""})
+    del own["SGLANG_USE_CPU_ENGINE"]
+    done = subprocess.run(
+        [engine_python(), script, model_folder(), str(ANSWER)],
+        input=json.dumps([PROMPTS[name] for name in names]),
+        capture_output=True,
+        text=True,
+        env=own,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = json.loads(done.stdout.strip().splitlines()[-1])
+    assert answers == [without_cache[name]["tokens"] for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from unified_cache.config import CacheConfig
 from unified_cache.engines.sglang import EngineError
 from unified_cache.errors import ArgumentError
 
-__all__ = ["EXTRA", "extra_config", "make_config", "storage_name"]
+__all__ = ["EXTRA", "FLAG", "IGNORED", "extra_config", "make_config", "storage_name"]
 
 # What the JSON of --hicache-storage-backend-extra-config may have: settings for which SGLang has no flag.
 EXTRA = (
@@ -41,8 +41,8 @@ _THEIRS = {
     "prefetch_timeout_per_ki_token": "prefetch_timeout_per_1024",
 }
 # SGLang itself asks for these where it makes the backend; here nobody needs them.
-_IGNORED = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-_FLAG = "--hicache-storage-backend-extra-config"
+IGNORED = frozenset({"allocator", "backend_name", "class_name", "interface_v1", "module_path"})
+FLAG = "--hicache-storage-backend-extra-config"
 
 
 def extra_config(given: str | None) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def extra_config(given: str | None) -> dict[str, Any]:
         text = Path(given[1:]).read_text(encoding="utf-8") if given.startswith("@") else given
         settings = json.loads(text)
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{_FLAG} must be a JSON object or @file with one: {error}") from None
+        raise ArgumentError(f"{FLAG} must be a JSON object or @file with one: {error}") from None
     if not isinstance(settings, dict):
-        raise ArgumentError(f"{_FLAG} must be a JSON object, not {settings!r}")
+        raise ArgumentError(f"{FLAG} must be a JSON object, not {settings!r}")
     return settings
 
 
@@ -71,9 +71,9 @@ def storage_name(backend: str | None, extra: dict[str, Any]) -> str | None:
     """
     if backend is None:
         if "storage" in extra:
-            raise ArgumentError(f"{_FLAG} has a storage: that needs --hicache-storage-backend dynamic")
+            raise ArgumentError(f"{FLAG} has a storage: that needs --hicache-storage-backend dynamic")
         return None
-    example = f"""--hicache-storage-backend dynamic {_FLAG} '{{"storage": "/mnt/pages"}}'"""
+    example = f"""--hicache-storage-backend dynamic {FLAG} '{{"storage": "/mnt/pages"}}'"""
     if backend != "dynamic":
         raise ArgumentError(
             f"--hicache-storage-backend {backend} is SGLang's own; write {example} (any URL of unified-cache)"
@@ -104,10 +104,10 @@ def make_config(
         EngineError: a mode of HiCache that we do not have.
     """
     extra = extra_config(memory.hicache_storage_backend_extra_config)
-    unknown = sorted(set(extra) - set(EXTRA) - set(_THEIRS) - _IGNORED)
+    unknown = sorted(set(extra) - set(EXTRA) - set(_THEIRS) - IGNORED)
     if unknown:
         allowed = ", ".join((*EXTRA, *_THEIRS))
-        raise ArgumentError(f"{_FLAG} has no setting {unknown[0]!r}, allowed: {allowed}")
+        raise ArgumentError(f"{FLAG} has no setting {unknown[0]!r}, allowed: {allowed}")
     if memory.hicache_host_memory_mode != "cache":
         raise EngineError(
             f"--hicache-host-memory-mode {memory.hicache_host_memory_mode}: unified-cache has cache only"

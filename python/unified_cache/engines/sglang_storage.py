@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_serving
 
-from unified_cache.engines.sglang_settings import storage_name
+from unified_cache.engines.sglang_settings import FLAG, IGNORED, storage_name
 from unified_cache.engines.sglang_version import check_storage_version
 from unified_cache.errors import ArgumentError
 from unified_cache.storage.compression import CODECS
@@ -63,9 +63,13 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         check_storage_version()
         extra = dict(storage_config.extra_config or {})
+        if unknown := sorted(set(extra) - set(_EXTRA) - IGNORED):
+            raise ArgumentError(f"{FLAG} has no setting {unknown[0]!r}, allowed: {', '.join(_EXTRA)}")
         storage = storage_name("dynamic", extra)
         assert storage is not None
-        self._deadline = float(extra.get("storage_timeout", DEADLINE_SECONDS))
+        self._deadline = extra.get("storage_timeout", DEADLINE_SECONDS)
+        if not isinstance(self._deadline, int | float) or not 0 < self._deadline <= threading.TIMEOUT_MAX:
+            raise ArgumentError(f"storage_timeout must be a number of seconds > 0, not {self._deadline!r}")
         self._compression = extra.get("storage_compression")
         if self._compression not in (None, *CODECS):
             allowed = ", ".join(map(repr, CODECS))
