@@ -376,7 +376,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _of_tensors(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[list[memoryview], np.ndarray[Any, np.dtype[np.uint64]]]:
-    views = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors]
+    views = [memoryview(tensor.view(-1).view(torch.uint8).numpy().data) for tensor in tensors]
     return views, np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
 
 
