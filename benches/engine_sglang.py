@@ -1,7 +1,7 @@
 """Conversations with SGLang on this machine's CPU: without a cache, with SGLang's own, with this one.
 
-Each server in turn gets the same requests: every client asks its questions one after the other, and all clients at
-the same time. Half way the server is started anew, as after an update. Answers must be the same tokens with each.
+Each server in turn gets the same requests: every client asks its questions one after the other, all clients
+at the same time. Half way the server is started anew, as after an update. Answers must be the same with each.
 
     .venv/bin/python benches/engine_sglang.py
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from machine import machine
+
 from tests.engines.sglang_server import PAGE, SglangServer
 
 CLIENTS, ROUNDS, SYSTEM, QUESTION, ANSWER = 6, 6, 192, 96, 16

@@ -44,8 +44,12 @@ def engine_environment(watched: Path | None = None, more: dict[str, str] | None 
     """Of every process of the engines."""
     left_out = ("PYTEST", "PYTHONDONTWRITEBYTECODE")
     own = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    programs = engine_python().parent
     own |= {
         "PYTHONPATH": _path(),
+        # SGLang compiles a small extension, once: it calls ninja.
+        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}",
+        "TORCH_EXTENSIONS_DIR": str(programs.parent / "extensions"),
         "PYTHONWARNINGS": "ignore",
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -127,6 +131,13 @@ class SglangServer:
 
     def tail(self) -> str:
         return self.log.read_text()[-6000:]
+
+    def check_log(self) -> None:
+        """Nothing of ours has raised, and the scheduler has not lost or freed a slot twice."""
+        log = self.log.read_text()
+        for sign in ("Scheduler hit an exception", "memory leak", "double free", "use-after-free"):
+            assert sign not in log, self.tail()
+        assert "/unified_cache/engines/" not in log, self.tail()
 
     def call(self, path: str, body: Any = None, *, timeout: float = 120) -> bytes:
         """One request; POST if there is a body."""

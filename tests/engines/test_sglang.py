@@ -88,12 +88,18 @@ def _idle_and_whole(server: SglangServer) -> dict[str, Any]:
     assert usage["device_free_pages"] == 0  # ours has none: SGLang's allocator has them
     held = ("host_free_pages", "host_tree_pages", "host_quarantined_pages", "host_reading_pages")
     assert sum(usage[name] for name in held) == usage["host_pages"]
-    log = server.log.read_text()
-    assert "leak" not in log
-    assert "double free" not in log
-    assert "Traceback" not in log, server.tail()
+    server.check_log()
     stats: dict[str, Any] = seen["stats"]
     return stats
+
+
+def test_random_calls_on_pools_of_sglang(tmp_path: Path) -> None:
+    """Without a server: every slot that is served is looked at, and SGLang's count of slots; see the script."""
+    script = HERE / "sglang_path" / "check_radix.py"
+    command = [str(engine_python()), "-W", "ignore", str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=engine_environment(), timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip().endswith("fine")
 
 
 def test_vllm_gives_the_same_tokens(without_cache: dict[str, dict[str, Any]]) -> None:

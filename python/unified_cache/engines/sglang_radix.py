@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.disaggregation.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+)
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -32,10 +38,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.runtime_context import get_memory, get_serving
 
+from unified_cache._native import Cleared, Removed, Stored
 from unified_cache.cache import UnifiedCache
 from unified_cache.engines.sglang import EngineError
 from unified_cache.engines.sglang_settings import extra_config, make_config, storage_name
-from unified_cache.errors import CapacityError, CopyError, StorageError, UnifiedCacheError, UnknownNodeError
+from unified_cache.errors import CapacityError, CopyError, UnifiedCacheError, UnknownNodeError
 from unified_cache.pools.device import DevicePool, MhaDevicePool, MlaDevicePool
 
 if TYPE_CHECKING:
@@ -63,6 +70,7 @@ def build(context: Any) -> SglangCache:
         model=str(context.model_config.model_path),
         weight_version=get_serving().weight_version,
         tiers=context.enable_hierarchical_cache,
+        events=params.enable_kv_cache_events,
     )
     runner = context.tp_worker.model_runner
     cache = UnifiedCache(config, pool)
@@ -79,27 +87,19 @@ def _refuse_what_we_can_not(context: Any) -> None:
     params = context.params
     sizes = {"--tp-size": context.tp_size, "--pp-size": params.pp_size, "--attn-cp-size": params.attn_cp_size}
     reasons = [
-        (context.disable_radix_cache, "--disable-radix-cache leaves nothing to cache"),
-        (
-            context.is_hybrid_swa,
-            "models with sliding windows are not supported: their layers keep different tokens",
-        ),
-        (
-            context.is_hybrid_ssm,
-            "models with Mamba or linear attention are not supported: their state is no page",
-        ),
-        (
-            context.is_dsa,
-            "models with sparse attention (DSA) are not supported: their index is a pool of its own",
-        ),
-        (params.is_eagle, "EAGLE's speculative decoding is not supported: its keys are pairs of tokens"),
-        (bool(params.mtp_draft_device_pools), "draft models that share the KV pool are not supported"),
-        (bool(params.sidecar_draft_device_pools), "draft models beside the KV pool are not supported"),
-        *((size > 1, f"{flag} {size} is not supported: one rank only") for flag, size in sizes.items()),
+        (context.disable_radix_cache, "--disable-radix-cache: there is nothing to cache"),
+        (context.is_hybrid_swa, "models with sliding windows: their layers keep different tokens"),
+        (context.is_hybrid_ssm, "models with Mamba or linear attention: their state is not made of pages"),
+        (context.is_dsa, "models with sparse attention (DSA): their index is a pool of its own"),
+        (params.is_eagle, "EAGLE's speculative decoding: its keys are pairs of tokens"),
+        (params.mtp_draft_device_pools, "draft models that share the KV pool"),
+        (params.sidecar_draft_device_pools, "draft models with a KV pool of their own"),
+        (params.enable_kv_cache_events and params.dynamo_kv_event_format, "events in Dynamo's format"),
+        *((size > 1, f"{flag} {size}: it serves one rank") for flag, size in sizes.items()),
     ]
     for applies, reason in reasons:
         if applies:
-            raise EngineError(f"unified-cache for SGLang: {reason}")
+            raise EngineError(f"unified-cache does not support this in SGLang: {reason}")
 
 
 def device_pool(allocator: Any, page_size: int) -> DevicePool:
@@ -160,10 +160,13 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
         self._stream = forward_stream if self.device.type == "cuda" else None
         self._tiers = cache.config.write_policy is not None
+        # Nothing was under way at the last tick, and nothing was begun since.
+        self._idle = True
         self._receipts: dict[int, list[LockReceipt]] = {}
         # What is being read from storage for requests that wait, and how much of that had come when it ended.
         self._prefetches: dict[Any, Request] = {}
         self._prefetched: dict[Any, int] = {}
+        self._lora_names = params.kv_event_lora_names
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
         self._in_page = torch.arange(self.page_size, device=self.device)
         if self._tiers:
@@ -337,6 +340,7 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         with self._on_forward_stream():
             inserted = self.cache.insert(tokens, self._pages_of(slots[:whole]), **settings)
         self._give_pages(len(inserted.duplicate_pages))
+        self._idle = False
         return inserted
 
     def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
@@ -378,6 +382,7 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
             except CapacityError:
                 self.cache.evict(wanted)
                 evicted = self._give_pages()
+        self._idle = False
         self.update_eviction_metrics(evicted * self.page_size, start)
         return EvictResult(num_tokens_evicted=evicted * self.page_size)
 
@@ -436,6 +441,7 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         self.release_aborted_request(request)
         # One token more, since a request leaves its last one to compute, and SGLang has left out its own.
         tokens = np.concatenate((matched_prefix_tokens, new_input_tokens, (0,))).astype(np.int64)
+        self._idle = False
         with self._on_forward_stream():
             self._prefetches[request] = self.cache.begin(
                 tokens, extra_key=extra_key, cache_salt=cache_salt or None, resumed=True
@@ -514,18 +520,36 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
     def check_hicache_events(self) -> None:
         """Once a pass of the scheduler's loop."""
         with self._on_forward_stream():
-            self.cache.tick()
+            self._idle = self.cache.flush(timeout=0)  # one tick
             self._give_pages()
+
+    def take_events(self) -> list[Any]:
+        """What has come to device and host and left them since the last call, for routers."""
+        if not self.cache.config.events:
+            return []
+        return [self._event(event) for event in self.cache.take_events()]
+
+    def _event(self, event: Stored | Removed | Cleared) -> Any:
+        if isinstance(event, Cleared):
+            return AllBlocksCleared()
+        medium = StorageMedium.GPU if event.tier == "device" else StorageMedium.CPU
+        if isinstance(event, Removed):
+            return BlockRemoved(block_hashes=event.hashes, medium=medium)
+        return BlockStored(
+            block_hashes=event.hashes,
+            parent_block_hash=event.parent,
+            token_ids=event.tokens,
+            block_size=event.page_size,
+            lora_id=None,
+            medium=medium,
+            cache_salt=event.cache_salt,
+            lora_name=self._lora_names.get(event.extra_key),
+        )
 
     @property
     def ongoing_write_through(self) -> list[str]:
         """What is under way and a flush should wait for; SGLang asks only whether there is something."""
-        if not self._tiers:
-            return []
-        with self._on_forward_stream():
-            idle = self.cache.flush(timeout=0)
-            self._give_pages()
-        return [] if idle else ["copies or storage"]
+        return [] if self._idle or not self._tiers else ["copies or storage"]
 
     @property
     def ongoing_prefetch(self) -> dict[Any, Request]:
@@ -556,7 +580,7 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         """The scheduler ends."""
         try:
             self.cache.close(timeout=_DRAIN_SECONDS)
-        except (CopyError, StorageError):
+        except UnifiedCacheError:
             _log.exception("unified-cache: closed with errors")
 
     # Sizes

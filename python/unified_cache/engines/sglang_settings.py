@@ -87,7 +87,13 @@ def storage_name(backend: str | None, extra: dict[str, Any]) -> str | None:
 
 
 def make_config(
-    memory: Any, *, page_size: int, model: str, weight_version: str | None, tiers: bool
+    memory: Any,
+    *,
+    page_size: int,
+    model: str,
+    weight_version: str | None,
+    tiers: bool,
+    events: bool = False,
 ) -> CacheConfig:
     """The settings of the cache.
 
@@ -97,6 +103,7 @@ def make_config(
         model: names the model, for what is stored.
         weight_version: of its weights.
         tiers: ``--enable-hierarchical-cache`` was given; else there is the device alone.
+        events: somebody wants to know what comes and goes.
 
     Raises:
         ArgumentError: a setting that is out of range or unknown; the message has SGLang's flag where it has
@@ -134,6 +141,7 @@ def make_config(
             "model": model,
             "weight_version": weight_version or "",
             "page_size": page_size,
+            "events": events,
             "eviction_policy": memory.radix_eviction_policy.lower(),
             "policy_options": memory.radix_eviction_policy_config,
         }
