@@ -94,7 +94,7 @@ def _idle_and_whole(server: SglangServer) -> dict[str, Any]:
 
 
 def test_random_calls_on_pools_of_sglang(tmp_path: Path) -> None:
-    """Without a server: every slot that is served is looked at, and SGLang's count of slots; see the script."""
+    """Without a server: every slot that is served is looked at, and their count; see the script."""
     script = HERE / "sglang_path" / "check_radix.py"
     command = [str(engine_python()), "-W", "ignore", str(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=engine_environment(), timeout=300)

@@ -106,8 +106,7 @@ def device_pool(allocator: Any, page_size: int) -> DevicePool:
     """Our view of SGLang's KV pool: no byte is copied. Page 0 is the one that SGLang pads with.
 
     Raises:
-        EngineError: a pool or an allocator of another kind.
-        ArgumentError: keys and values that differ in shape.
+        EngineError: a pool or an allocator of another kind, or keys and values that differ in shape.
     """
     if type(allocator) not in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator):
         raise EngineError(
@@ -119,6 +118,11 @@ def device_pool(allocator: Any, page_size: int) -> DevicePool:
     def in_pages(buffer: torch.Tensor) -> torch.Tensor:
         return buffer[: pages * page_size].view(pages, page_size, *buffer.shape[1:])
 
+    if type(pool) is MHATokenToKVPool and pool.head_dim != pool.v_head_dim:
+        raise EngineError(
+            f"unified-cache does not support this in SGLang: keys of {pool.head_dim} elements a head and "
+            f"values of {pool.v_head_dim}"
+        )
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache:
         keys = [in_pages(buffer) for buffer in pool.k_buffer]
         return MhaDevicePool.from_tensors(keys, [in_pages(buffer) for buffer in pool.v_buffer])

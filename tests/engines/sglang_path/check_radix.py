@@ -4,6 +4,7 @@ Every slot that the cache serves is looked at: it must hold what was computed fo
 it went through since. SGLang's count of slots must hold after each step. Prints "fine" in the end.
 """
 
+import json
 import random
 import sys
 from array import array
@@ -25,8 +26,9 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from unified_cache import CacheConfig, UnifiedCache
+from unified_cache import ArgumentError, CacheConfig, UnifiedCache
 from unified_cache.engines import sglang_radix
+from unified_cache.engines.sglang import EngineError
 from unified_cache.engines.sglang_radix import SglangCache, device_pool
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
@@ -265,9 +267,124 @@ class Scheduler:
         return self.seen
 
 
+def serve(scheduler: Scheduler, tokens: list[int]) -> tuple[int, int, int]:
+    """One request from its begin to its end; what came from device, host and storage."""
+    before = dict(scheduler.seen)
+    scheduler.texts, scheduler.draw = [tokens + [0] * LONGEST] * 3, _Always(len(tokens))
+    scheduler.arrive()
+    while scheduler.waiting:
+        scheduler.cache.check_hicache_events()
+        scheduler.admit()
+    scheduler.release(scheduler.running[0], checkpoint=True)
+    while scheduler.cache.ongoing_write_through:
+        scheduler.cache.check_hicache_events()
+    device, host, storage = (scheduler.seen[tier] - before[tier] for tier in ("device", "host", "storage"))
+    return device, host, storage
+
+
+class _Always:
+    """Draws a prompt of this length, without namespaces or anything else."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def randrange(self, first: int, last: int | None = None) -> int:
+        return 0 if last is None else self.length
+
+    def choice(self, values: Any) -> Any:
+        return values[0]
+
+
+def check_storage_comes_and_goes(folder: Path) -> None:
+    """Attached, detached, attached again; and other weights have pages of their own."""
+    prompt = list(range(2, 50))
+    settings: dict[str, Any] = {"prefetch_threshold": 1, "prefetch_policy": "wait_complete"}
+    scheduler = Scheduler(1, 4, **settings)
+    cache = scheduler.cache
+    assert serve(scheduler, prompt) == (0, 0, 0)
+    extra = json.dumps({"storage": str(folder)})
+    for wrong, said in [
+        (("file", extra), "SGLang's own"),
+        (("dynamic", "{}"), "needs a storage"),
+        (("dynamic", '{"storage": "nowhere://x"}'), "nowhere"),
+        (("dynamic", extra, "m", "best_effort"), "--hicache-storage-prefetch-policy"),
+        (("dynamic", extra, "m", None, "write_back"), "--hicache-write-policy"),
+    ]:
+        attached, message = cache.attach_storage_backend(*wrong)
+        assert not attached
+        assert said in message, message
+    assert cache.attach_storage_backend("dynamic", extra, "m", "wait_complete", "write_through")[0]
+    assert not cache.attach_storage_backend("dynamic", extra)[0]
+    cache.check_hicache_events()
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 44)
+    assert cache.detach_storage_backend()[0]
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 0)
+    assert cache.attach_storage_backend("dynamic", extra)[0]
+    cache.check_hicache_events()
+    scheduler.flush()
+    sglang_radix.get_serving = lambda: SimpleNamespace(weight_version="2")
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 0)
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 44)
+    sglang_radix.get_serving = lambda: SimpleNamespace(weight_version=None)
+    cache.release_host_resources()
+
+
+def check_refusals() -> None:
+    """Models, flags and pools that can not be served: said in one line."""
+    fine: dict[str, Any] = dict.fromkeys(
+        ("disable_radix_cache", "is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False
+    )
+    params = CacheInitParams(False, None, None, 4)
+    cases: list[tuple[Any, str]] = [
+        *(
+            (fine | {name: True}, said)
+            for name, said in [
+                ("disable_radix_cache", "--disable-radix-cache"),
+                ("is_hybrid_swa", "sliding windows"),
+                ("is_hybrid_ssm", "Mamba"),
+                ("is_dsa", "DSA"),
+            ]
+        ),
+        (fine | {"tp_size": 2}, "--tp-size 2"),
+        (fine | {"params": CacheInitParams(False, None, None, 4, pp_size=2)}, "--pp-size 2"),
+        (fine | {"params": CacheInitParams(False, None, None, 4, is_eagle=True)}, "EAGLE"),
+    ]
+    for changed, said in cases:
+        context = SimpleNamespace(**({"tp_size": 1, "params": params} | changed))
+        _refused(lambda context=context: sglang_radix._refuse_what_we_can_not(context), said)
+    sglang_radix._refuse_what_we_can_not(SimpleNamespace(**fine, tp_size=1, params=params))
+
+    class Other(MHATokenToKVPool):
+        pass
+
+    pool = Other(16, 4, torch.float32, HEADS, WIDTH, LAYERS, "cpu", enable_memory_saver=False)
+    allocator = PagedTokenToKVPoolAllocator(16, 4, torch.float32, "cpu", pool, need_sort=False)
+    _refused(lambda: device_pool(allocator, 4), "a Other")
+    _refused(lambda: device_pool(SimpleNamespace(), 4), "SimpleNamespace")
+    pool = MHATokenToKVPool(16, 4, torch.float32, HEADS, WIDTH, LAYERS, "cpu", False, v_head_dim=2 * WIDTH)
+    allocator = PagedTokenToKVPoolAllocator(16, 4, torch.float32, "cpu", pool, need_sort=False)
+    _refused(lambda: device_pool(allocator, 4), "values of 8")
+
+
+def _refused(call: Any, said: str) -> None:
+    message = ""
+    try:
+        call()
+    except (EngineError, ArgumentError) as error:
+        message = str(error)
+    assert said in message, (said, message)
+    assert "\n" not in message
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     sglang_radix.get_serving = lambda: SimpleNamespace(weight_version=None)
+    check_refusals()
+    check_storage_comes_and_goes(folder / "comes-and-goes")
     tiers: list[dict[str, Any]] = [
         {"write_policy": None},
         *({"write_policy": policy} for policy in ("write_through", "write_through_selective", "write_back")),
