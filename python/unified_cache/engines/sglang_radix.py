@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.runtime_context import get_memory, get_serving
+from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
 from unified_cache._native import Cleared, Removed, Stored
 from unified_cache.cache import UnifiedCache
@@ -44,6 +44,10 @@ from unified_cache.engines.sglang import EngineError
 from unified_cache.engines.sglang_settings import extra_config, make_config, storage_name
 from unified_cache.errors import CapacityError, CopyError, UnifiedCacheError, UnknownNodeError
 from unified_cache.pools.device import DevicePool, MhaDevicePool, MlaDevicePool
+from unified_cache.ranks.agreement import Agreement, OneRank
+from unified_cache.ranks.group import Ranks
+from unified_cache.ranks.layout import RankLayout
+from unified_cache.ranks.torch_group import TorchRanks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -70,22 +74,44 @@ def build(context: Any) -> SglangCache:
         model=str(context.model_config.model_path),
         weight_version=get_serving().weight_version,
         tiers=context.enable_hierarchical_cache,
+        heads=_heads(context, pool),
         events=params.enable_kv_cache_events,
     )
     runner = context.tp_worker.model_runner
-    cache = UnifiedCache(config, pool)
+    ranks = _ranks(context)
+    cache = UnifiedCache(config, pool, ranks=ranks)
     tiers = "" if config.write_policy is None else f", host tier of {cache.usage()['host_pages']} pages"
     storage = "" if config.storage is None else f", storage {config.storage}"
     _log.info(
         "unified-cache: %d device pages of %d tokens%s%s", pool.num_pages - 1, pool.page_size, tiers, storage
     )
-    return SglangCache(params, cache, getattr(runner, "forward_stream", None))
+    return SglangCache(params, cache, getattr(runner, "forward_stream", None), ranks.agreement)
+
+
+def _heads(context: Any, pool: DevicePool) -> int | None:
+    """Heads of keys and values of the whole model: where there are more ranks, some hold the same ones."""
+    if context.tp_size == 1 or pool.kind == "mla":
+        return None
+    return int(context.model_config.get_total_num_kv_heads())
+
+
+def _ranks(context: Any) -> Ranks:
+    """This scheduler among those that serve together: one for each rank of tensor parallelism.
+
+    SGLang's schedulers get the same requests in the same pass of their loops, and so make the same calls.
+    """
+    if context.tp_size == 1:
+        return Ranks()
+    if get_parallel().attn_dp_size > 1:
+        raise EngineError("unified-cache does not support this in SGLang: --enable-dp-attention")
+    layout = RankLayout(tp_size=context.tp_size, tp_rank=context.tp_rank)
+    return Ranks(layout, TorchRanks.of_layout(layout))
 
 
 def _refuse_what_we_can_not(context: Any) -> None:
     """Say in one line why this model or these flags can not be served."""
     params = context.params
-    sizes = {"--tp-size": context.tp_size, "--pp-size": params.pp_size, "--attn-cp-size": params.attn_cp_size}
+    sizes = {"--pp-size": params.pp_size, "--attn-cp-size": params.attn_cp_size}
     reasons = [
         (context.disable_radix_cache, "--disable-radix-cache: there is nothing to cache"),
         (context.is_hybrid_swa, "models with sliding windows: their layers keep different tokens"),
@@ -95,7 +121,7 @@ def _refuse_what_we_can_not(context: Any) -> None:
         (params.mtp_draft_device_pools, "draft models that share the KV pool"),
         (params.sidecar_draft_device_pools, "draft models with a KV pool of their own"),
         (params.enable_kv_cache_events and params.dynamo_kv_event_format, "events in Dynamo's format"),
-        *((size > 1, f"{flag} {size}: it serves one rank") for flag, size in sizes.items()),
+        *((size > 1, f"{flag} {size}") for flag, size in sizes.items()),
     ]
     for applies, reason in reasons:
         if applies:
@@ -156,13 +182,16 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
     sliding_window_size = None
     hicache_storage_pass_prefix_keys = False
 
-    def __init__(self, params: Any, cache: UnifiedCache, forward_stream: Any) -> None:
+    def __init__(
+        self, params: Any, cache: UnifiedCache, forward_stream: Any, agreement: Agreement | None = None
+    ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
         self.cache = cache
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
         self._stream = forward_stream if self.device.type == "cuda" else None
+        self._agreement = OneRank() if agreement is None else agreement
         self._tiers = cache.config.write_policy is not None
         # Nothing was under way at the last tick, and nothing was begun since.
         self._idle = True
@@ -586,6 +615,8 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
             self.cache.close(timeout=_DRAIN_SECONDS)
         except UnifiedCacheError:
             _log.exception("unified-cache: closed with errors")
+        finally:
+            self._agreement.close()
 
     # Sizes
 

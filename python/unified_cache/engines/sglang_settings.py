@@ -93,6 +93,7 @@ def make_config(
     model: str,
     weight_version: str | None,
     tiers: bool,
+    heads: int | None = None,
     events: bool = False,
 ) -> CacheConfig:
     """The settings of the cache.
@@ -103,6 +104,7 @@ def make_config(
         model: names the model, for what is stored.
         weight_version: of its weights.
         tiers: ``--enable-hierarchical-cache`` was given; else there is the device alone.
+        heads: of keys and values of the whole model, if ranks share them.
         events: somebody wants to know what comes and goes.
 
     Raises:
@@ -142,6 +144,7 @@ def make_config(
             "weight_version": weight_version or "",
             "page_size": page_size,
             "events": events,
+            "kv_heads": heads,
             "eviction_policy": memory.radix_eviction_policy.lower(),
             "policy_options": memory.radix_eviction_policy_config,
         }

@@ -349,7 +349,6 @@ def check_refusals() -> None:
                 ("is_dsa", "DSA"),
             ]
         ),
-        (fine | {"tp_size": 2}, "--tp-size 2"),
         (fine | {"params": CacheInitParams(False, None, None, 4, pp_size=2)}, "--pp-size 2"),
         (fine | {"params": CacheInitParams(False, None, None, 4, is_eagle=True)}, "EAGLE"),
     ]
