@@ -14,6 +14,7 @@ import pytest
 
 from tests.engines.environment import HERE, engine_python
 from tests.engines.sglang_server import PAGE, SglangServer, engine_environment, model_folder
+from unified_cache.storage.keys import KEY
 from unified_cache.storage.page_format import HEADER_BYTES, page_bytes_of, write_headers
 
 ANSWER = 12
@@ -49,7 +50,8 @@ _TIERS += ["--hicache-storage-prefetch-policy", "wait_complete"]
 
 
 def _stored_in(folder: Path) -> list[str]:
-    extra = {"storage": str(folder), "prefetch_threshold": PAGE, "load_back_threshold": PAGE}
+    # Nothing comes to host by itself, so that it is known where a hit comes from.
+    extra = {"storage": str(folder), "storage_warm": 0, "prefetch_threshold": PAGE}
     return ["--hicache-storage-backend-extra-config", json.dumps(extra)]
 
 
@@ -302,13 +304,14 @@ def _change(store: Path, *, checksum: bool) -> None:
             change one bit, and leave the checksum alone.
     """
     changed = 0
-    for file in [path for path in store.rglob("*") if path.is_file() and "-" in path.name]:
+    for file in [path for path in store.rglob("*") if KEY.fullmatch(path.name)]:
         content = np.frombuffer(file.read_bytes(), np.uint8).copy()
         header, body = content[np.newaxis, :HEADER_BYTES], content[HEADER_BYTES:]
         if checksum:
             body[3::4] ^= 0x80
             fresh, sizes = np.empty_like(header), page_bytes_of(header.copy())
-            write_headers(fresh, [file.name], [memoryview(body)], [len(body)], sizes[0], [0])
+            checksums = write_headers(fresh, [file.name], [len(body)], sizes[0], [0])
+            checksums.make([0], [memoryview(body)])
             content[:HEADER_BYTES] = fresh[0]
         else:
             body[0] ^= 1

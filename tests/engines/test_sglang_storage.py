@@ -13,6 +13,7 @@ import pytest
 
 from tests.engines.environment import engine_python
 from tests.engines.sglang_server import HERE, PAGE, SglangServer, engine_environment
+from unified_cache.storage.keys import KEY
 
 ANSWER = 12
 
@@ -88,7 +89,7 @@ def test_damage_is_a_miss(server: SglangServer, folder: Path) -> None:
     cold = server.generate(DAMAGED, ANSWER)
     server.flush()
     server.ran()
-    for file in [path for path in (folder / "store").rglob("*") if path.is_file() and "-" in path.name]:
+    for file in [path for path in (folder / "store").rglob("*") if KEY.fullmatch(path.name)]:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.chmod(0o600)

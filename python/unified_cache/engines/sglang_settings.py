@@ -20,6 +20,8 @@ EXTRA = (
     "storage_read_threads",
     "storage_write_threads",
     "storage_compression",
+    "storage_warm",
+    "storage_tree_pages",
     "storage_head_groups",
     "kv_heads",
     "prefetch_threshold",

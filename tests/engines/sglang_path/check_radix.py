@@ -298,7 +298,11 @@ class _Always:
 def check_storage_comes_and_goes(folder: Path) -> None:
     """Attached, detached, attached again; and other weights have pages of their own."""
     prompt = list(range(2, 50))
-    settings: dict[str, Any] = {"prefetch_threshold": 1, "prefetch_policy": "wait_complete"}
+    settings: dict[str, Any] = {
+        "prefetch_threshold": 1,
+        "prefetch_policy": "wait_complete",
+        "storage_warm": 0,
+    }
     scheduler = Scheduler(1, 4, **settings)
     cache = scheduler.cache
     assert serve(scheduler, prompt) == (0, 0, 0)
