@@ -30,6 +30,9 @@ from unified_cache import ArgumentError, CacheConfig, UnifiedCache
 from unified_cache.engines import sglang_radix
 from unified_cache.engines.sglang import EngineError
 from unified_cache.engines.sglang_radix import SglangCache, device_pool
+from unified_cache.ranks.group import Ranks
+from unified_cache.ranks.layout import RankLayout
+from unified_cache.ranks.threads import ThreadRanks
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
 SLOTS, LONGEST = 192, 96
@@ -38,7 +41,7 @@ SLOTS, LONGEST = 192, 96
 class Scheduler:
     """The order of calls of SGLang's scheduler, and a model that writes down what it has computed."""
 
-    def __init__(self, seed: int, page_size: int, **settings: Any) -> None:
+    def __init__(self, seed: int, page_size: int, *, ranks: Ranks | None = None, **settings: Any) -> None:
         self.draw = random.Random(seed)
         self.page_size = page_size
         self.pool = MHATokenToKVPool(
@@ -52,7 +55,8 @@ class Scheduler:
         self.rows = ReqToTokenPool(16, 2 * LONGEST, "cpu", enable_memory_saver=False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = CacheConfig(page_size=page_size, model="m", load_back_threshold=0, events=True, **settings)
-        self.cache = SglangCache(params, UnifiedCache(config, device_pool(self.allocator, page_size)), None)
+        cache = UnifiedCache(config, device_pool(self.allocator, page_size), ranks=ranks)
+        self.cache = SglangCache(params, cache, None, None if ranks is None else ranks.agreement)
         self.running: list[Any] = []
         self.waiting: list[Any] = []
         self.texts = [[self.draw.randrange(9) for _ in range(LONGEST)] for _ in range(3)]
@@ -337,6 +341,24 @@ def check_storage_comes_and_goes(folder: Path) -> None:
     cache.release_host_resources()
 
 
+def check_two_ranks(folder: Path) -> None:
+    """Two schedulers that get the same requests, as with tensor parallelism: they do the same."""
+    loaded = 0
+    for number, policy in enumerate(("write_through", "write_through_selective", "write_back")):
+        settings: dict[str, Any] = {"write_policy": policy, "hicache_ratio": 1.5, "prefetch_threshold": 1}
+        settings |= {"storage": str(folder / policy), "prefetch_policy": "wait_complete", "kv_heads": 4}
+
+        def run(rank: ThreadRanks, settings: Any = settings, seed: int = number) -> dict[str, int]:
+            ranks = Ranks(RankLayout(tp_size=2, tp_rank=rank.rank), rank)
+            return Scheduler(seed, 4, ranks=ranks, **settings).run(200)
+
+        first, second = ThreadRanks.run(ThreadRanks.group(2), run)
+        assert first == second, (policy, first, second)
+        print(policy, first, file=sys.stderr)
+        loaded += first["host"] + first["storage"]
+    assert loaded
+
+
 def check_refusals() -> None:
     """Models, flags and pools that can not be served: said in one line."""
     fine: dict[str, Any] = dict.fromkeys(
@@ -388,6 +410,7 @@ def main() -> None:
     sglang_radix.get_serving = lambda: SimpleNamespace(weight_version=None)
     check_refusals()
     check_storage_comes_and_goes(folder / "comes-and-goes")
+    check_two_ranks(folder / "two-ranks")
     tiers: list[dict[str, Any]] = [
         {"write_policy": None},
         *({"write_policy": policy} for policy in ("write_through", "write_through_selective", "write_back")),
