@@ -5,7 +5,7 @@
 # ARGS="--json"                more arguments for `demo` and `bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python lint format bench bench-rust bench-python install wheel clean
+.PHONY: help demo test test-rust test-python test-engines lint format bench bench-rust bench-python install wheel clean
 .DELETE_ON_ERROR:
 
 SHELL := /bin/bash
@@ -37,6 +37,9 @@ test-rust: ## the Rust tests alone
 
 test-python: $(NATIVE) ## the Python tests alone
 	$(PY) -m pytest
+
+test-engines: $(NATIVE) ## the tests inside a real vLLM and a real SGLang: installs 6.5 GB, once
+	$(PY) -m pytest -m engines tests/engines
 
 lint: $(NATIVE) ## formatting, clippy, ruff, types, stubs
 	cargo fmt --all --check

@@ -23,6 +23,8 @@ from tests.engines.vllm_http import Server
 from unified_cache._native import object_checksums
 from unified_cache.storage.page_format import HEADER_BYTES
 
+pytestmark = pytest.mark.engines
+
 _SCRIPTS = Path(__file__).parent / "in_vllm"
 # The prompt has 300 tokens, in blocks of 32: 9 of them can be loaded, 12 tokens are left.
 _ALL, _REST, _BLOCKS = 300, 12, 9
