@@ -142,6 +142,9 @@ def device_pool(allocator: Any, page_size: int) -> DevicePool:
     pages = allocator.size // page_size + 1
 
     def in_pages(buffer: torch.Tensor) -> torch.Tensor:
+        if pool.store_dtype.itemsize == pool.dtype.itemsize:
+            # What the bytes mean, and not only how many they are: it is part of what stored pages are called.
+            buffer = buffer.view(pool.dtype)
         return buffer[: pages * page_size].view(pages, page_size, *buffer.shape[1:])
 
     if type(pool) is MHATokenToKVPool and pool.head_dim != pool.v_head_dim:
@@ -413,11 +416,26 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
             try:
                 evicted = self._give_pages(wanted)  # waits for write-backs if need be
             except CapacityError:
-                self.cache.evict(wanted)
-                evicted = self._give_pages()
+                evicted = self._evict_at_any_price(wanted)
         self._idle = False
         self.update_eviction_metrics(evicted * self.page_size, start)
         return EvictResult(num_tokens_evicted=evicted * self.page_size)
+
+    def _evict_at_any_price(self, wanted: int) -> int:
+        """Free slots also where what waits for storage has to give up waiting.
+
+        It holds the end of its prefix. Under write_back that can be a page that is to go to host and finds no
+        room there. SGLang counts it as evictable, and ends if it is not.
+        """
+        for request, reading in list(self._prefetches.items()):
+            self._prefetched[request] = reading.storage_hit_length
+            reading.abort()
+            del self._prefetches[request]
+        try:
+            return self._give_pages(wanted)
+        except CapacityError:
+            self.cache.evict(wanted)
+            return self._give_pages()
 
     # Host to device
 
@@ -431,6 +449,7 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         here = req.last_node if req is not None else self.cache.tree.root
         if params.host_hit_length <= 0:
             return 0, here
+        self._idle = False
         with self._on_forward_stream():
             self._lend_pages(params.host_hit_length // self.page_size)
             try:
