@@ -84,6 +84,7 @@ class SglangServer:
         self.log, self.watched = folder / f"server-{number}.log", folder / f"watched-{number}.jsonl"
         self.watched.touch()
         self._read = 0
+        self._killed = False
         command = [engine_python(), "-m", "sglang.launch_server", "--model-path", model_folder()]
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         command += ["--grammar-backend", "none", "--dtype", "float32", "--disable-overlap-schedule"]
@@ -113,7 +114,7 @@ class SglangServer:
     def wait_ready(self) -> None:
         end = time.monotonic() + _START_SECONDS
         while True:
-            if self._process.poll() is not None:
+            if self._has_ended():
                 raise RuntimeError(f"the server has ended:\n{self.tail()}")
             try:
                 self.call("/model_info", timeout=5)
@@ -122,12 +123,6 @@ class SglangServer:
                 if time.monotonic() > end:
                     raise RuntimeError(f"the server does not come up:\n{self.tail()}") from None
                 time.sleep(0.2)
-
-    def wait_ended(self) -> str:
-        """Wait until it has ended by itself; returns its log."""
-        self._process.wait(_START_SECONDS)
-        self.kill()
-        return self.log.read_text()
 
     def tail(self) -> str:
         return self.log.read_text()[-6000:]
@@ -203,19 +198,33 @@ class SglangServer:
                 last = json.loads(line)
         return last
 
+    def _has_ended(self) -> bool:
+        """Its first process has; it is not waited for, so that its number is not given to anybody else."""
+        if self._killed:
+            return True
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self._process.pid, flags) is not None
+
     def kill(self) -> None:
-        """End all its processes."""
+        """End all its processes; more than once is fine."""
+        if self._killed:
+            return
+        # The first one has not been waited for, so this group can be nobody else's.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
+        self._killed = True
 
     def stop(self) -> None:
         """Ask it to end, as an operator does, and make sure that it has."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            print("the server did not end by itself", file=sys.stderr)
+        if not self._has_ended():
+            os.kill(self._process.pid, signal.SIGTERM)
+        end = time.monotonic() + 60
+        while not self._has_ended():
+            if time.monotonic() > end:
+                print("the server did not end by itself", file=sys.stderr)
+                break
+            time.sleep(0.05)
         self.kill()
 
     def __enter__(self) -> Self:
