@@ -316,11 +316,10 @@ def test_ranks_do_not_warm_up_and_each_knows_what_is_stored(tmp_path: Path) -> N
         assert cache.flush(30)
         cache.close()
         cache = make_rank(agreement, 16, storage=url, prefetch_threshold=0, storage_warm=1.0)
-        cache.tick()
         assert cache._storage is not None
-        assert cache._storage._reader.threads.drain(60)  # type: ignore[attr-defined]
         for _ in range(20):  # all of them tick as often, whoever has read its log
             cache.tick()
+            assert cache._storage._reader.threads.drain(60)  # type: ignore[attr-defined]
         known = cache.match_stored(toks(21))
         hit = serve_rank(cache, toks(21)).storage_hit_length
         assert_nothing_held(cache)
