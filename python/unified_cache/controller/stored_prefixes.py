@@ -285,9 +285,10 @@ class StoredPrefixes:
 
     def stop(self) -> None:
         """Begin nothing more, but for what has to be appended still; what runs ends soon."""
-        if self._unlogged and self._log is not None and self._guard.available:
+        if self._log is not None and self._guard.available:
+            # Those that wait in the queue too: ranks that agree do not wait for them before.
             appends = [job for job in self.jobs if isinstance(job, AppendJob)]
-            if all(job.ended.wait(_STOP_SECONDS) for job in appends):
+            if all(job.ended.wait(_STOP_SECONDS) for job in appends) and self._unlogged:
                 self._append(2**62).ended.wait(_STOP_SECONDS)
         for held in (self._heard, self._orphans, self._unlogged):
             held.clear()
