@@ -193,12 +193,12 @@ class _Group:
 
 
 class _TorchReduction:
-    """A `Reduction` of `TorchRanks`."""
+    """A `Reduction` of `TorchRanks`, or a vector on its way through a `TorchLink`."""
 
-    __slots__ = ("_carrier", "_end", "_number", "_ranks", "_result")
+    __slots__ = ("_carrier", "_end", "_number", "_owner", "_result")
 
-    def __init__(self, ranks: TorchRanks, carrier: _Carrier, number: int, end: float) -> None:
-        self._ranks = ranks
+    def __init__(self, owner: TorchRanks | TorchLink, carrier: _Carrier, number: int, end: float) -> None:
+        self._owner = owner
         self._carrier = carrier
         self._number = number
         self._end = end
@@ -212,7 +212,7 @@ class _TorchReduction:
     def wait(self) -> Vector:
         """See `Reduction`."""
         if self._result is None:
-            self._result = self._ranks._finish(self._carrier, self._number, self._end)
+            self._result = self._owner._finish(self._carrier, self._number, self._end)
         return self._result
 
 
@@ -435,7 +435,7 @@ class TorchLink:
             raise ClosedError(f"the link to stage {self._stage} was closed before this call")
         number, self._asked = self._asked, self._asked + 1
         end = time.monotonic() + self._group.time_limit
-        return _TorchReceive(self, self._group.start(self._broadcast, None, length), number, end)
+        return _TorchReduction(self, self._group.start(self._broadcast, None, length), number, end)
 
     def close(self, *, lost: bool = False) -> None:
         """See `Link`; waits for what is on its way, for the time limit at most, or for a second if `lost`."""
@@ -459,28 +459,6 @@ class TorchLink:
         result = carrier.read()
         self._group.give_back(carrier)
         return result
-
-
-class _TorchReceive:
-    """A vector on its way through a `TorchLink`."""
-
-    def __init__(self, link: TorchLink, carrier: _Carrier, number: int, end: float) -> None:
-        self._link = link
-        self._carrier = carrier
-        self._number = number
-        self._end = end
-        self._result: Vector | None = None
-
-    @property
-    def done(self) -> bool:
-        """See `Reduction`."""
-        return self._result is not None or self._carrier.done
-
-    def wait(self) -> Vector:
-        """See `Reduction`."""
-        if self._result is None:
-            self._result = self._link._finish(self._carrier, self._number, self._end)
-        return self._result
 
 
 def _check_limit(time_limit: float) -> None:
