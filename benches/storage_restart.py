@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from machine import machine
+from storage import drop
 
 from unified_cache import page_hashes
 from unified_cache.storage.backends.file import FileBackend
@@ -76,14 +76,6 @@ def _time(cache, prompt):
     return time.perf_counter() - begun
 """,
 )
-
-
-def drop(path: Path) -> None:
-    """Make the kernel forget what it has of a file."""
-    file = os.open(path, os.O_RDONLY)
-    os.fdatasync(file)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
 
 
 def key_space() -> KeySpace:
@@ -161,8 +153,8 @@ def main() -> None:
                 if "boot" in what:
                     (place / "slab.index").unlink()
                 if "cold" in what:
-                    drop(place / "slab.table")
-                    drop(place / "slab.prefixes")
+                    drop(str(place / "slab.table"))
+                    drop(str(place / "slab.prefixes"))
                 answer = subprocess.run(
                     [sys.executable, "-c", _OPEN, f"file://{place}", str(prompt_pages), str(arguments.warm)],
                     check=True,
