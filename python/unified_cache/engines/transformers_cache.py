@@ -299,11 +299,11 @@ class PrefixCache:
     def _keep_row(self, kv: PrefixKV, row: int, request: Request, tokens: npt.NDArray[np.uint32]) -> None:
         page_size = self.cache.page_size
         start, stop = request.device_length, len(tokens) // page_size * page_size
-        if stop <= start:
-            return
+        # Also if nothing is to be written: this is where hits are counted.
         pages = request.extend(tokens[len(request.tokens) : stop])
-        self._pages.write(kv.layers, row, pages[start // page_size :], start, stop)
-        request.insert(computed=stop)
+        if stop > start:
+            self._pages.write(kv.layers, row, pages[start // page_size :], start, stop)
+            request.insert(computed=stop)
 
     def _keep_more(self, kv: PrefixKV, row: int, tokens: npt.NDArray[np.uint32]) -> None:
         """Another row of a prompt: what follows after what is on the device."""
