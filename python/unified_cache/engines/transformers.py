@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from unified_cache._torch import torch
 from unified_cache.cache import UnifiedCache
+from unified_cache.engines.transformers_batch import BatchPrefixCache
 from unified_cache.engines.transformers_cache import PrefixCache
 from unified_cache.engines.transformers_kv import PrefixKV
 from unified_cache.engines.transformers_model import DynamicCache, DynamicLayer, kv_argument
@@ -25,7 +26,15 @@ from unified_cache.pools.allocator import Pages
 from unified_cache.pools.device import MhaDevicePool
 from unified_cache.request import Request
 
-__all__ = ["Generation", "PagedModel", "PagedRunner", "PrefixCache", "PrefixKV", "generate_uncached"]
+__all__ = [
+    "BatchPrefixCache",
+    "Generation",
+    "PagedModel",
+    "PagedRunner",
+    "PrefixCache",
+    "PrefixKV",
+    "generate_uncached",
+]
 
 _Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
