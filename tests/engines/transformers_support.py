@@ -134,3 +134,15 @@ def change_stored(store: Path, *, mend_checksum: bool) -> None:
             header[184:192] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
         file.chmod(0o600)
         file.write_bytes(data.tobytes())
+
+
+def batch_settings(**config: Any) -> dict[str, Any]:
+    """Of a `BatchPrefixCache` with blocks of `PAGE` tokens."""
+    settings = {name: value for name, value in SMALL.items() if name != "page_size"}
+    sizes = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 128, "return_logprobs": True} | config
+    return settings | {
+        "generation_config": transformers.GenerationConfig(
+            max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1
+        ),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(**sizes),
+    }

@@ -1,10 +1,10 @@
 """Serve a causal model of `transformers` through a `UnifiedCache`.
 
-`PrefixCache` is for `generate`, with all that it does. `PagedRunner` is the smallest engine there can be:
-one request at a time, greedy. What it shows is the whole contract: keys and values of a prefix that was
-computed before come from the pool's pages, only the rest of the prompt is computed, and what is computed goes
-into the request's pages. `PagedModel` is the half of it that knows no cache, for engines that schedule in
-another way.
+`PrefixCache` is for `generate`, `BatchPrefixCache` for `generate_batch`, with all that they do. `PagedRunner`
+is the smallest engine there can be: one request at a time, greedy. What it shows is the whole contract: keys
+and values of a prefix that was computed before come from the pool's pages, only the rest of the prompt is
+computed, and what is computed goes into the request's pages. `PagedModel` is the half of it that knows no
+cache, for engines that schedule in another way.
 """
 
 import time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -31,8 +32,8 @@ _CACHED = "_cached_continuous_batching_manager"
 class BatchPrefixCache:
     """Keeps the blocks that continuous batching has computed on host and in storage.
 
-    What lies on the device, and is shared there, is the business of `transformers`; what it forgets comes back
-    from here, in the next call, after a preemption, or in another process::
+    What lies on the device, and is shared there, is the business of `transformers`; what it forgets comes
+    back from here, in the next call, after a preemption, or in another process::
 
         with BatchPrefixCache(model, "/mnt/kv", continuous_batching_config=config) as cached:
             answers = cached.generate_batch(prompts, max_new_tokens=100)
@@ -49,7 +50,8 @@ class BatchPrefixCache:
         manager: the `ContinuousBatchingManager`; `running` starts it.
 
     Raises:
-        ArgumentError: a model, a setting or a version of `transformers` that can not be used, with the reason.
+        ArgumentError: a model, a setting or a version of `transformers` that can not be used, with the
+            reason.
         CapacityError: host memory can not be had.
         StorageError: the storage can not be used.
     """
@@ -77,6 +79,7 @@ class BatchPrefixCache:
                 f"{config.allow_block_sharing!r}: whole blocks are what is cached"
             )
         self._settings = _settings(self._inner, storage, config.page_size, settings)
+        self._generation_config = generation_config
         self._lock = threading.Lock()
         self._space: tuple[str | None, str | None] = (None, None)
         self._tier: BlockTier | None = None
@@ -123,10 +126,14 @@ class BatchPrefixCache:
         for name in ("generation_config", "continuous_batching_config", "persistent_manager"):
             if name in kwargs:
                 raise ArgumentError(f"{name} can not be given for one call: it is that of the cache")
-        with self._manager(extra_key, cache_salt):
+        with self._manager(extra_key, cache_salt), _without_advice():
             # Persistent, since a manager that is not would end here, and its blocks with it.
             answers: dict[str, Any] = self._inner.generate_batch(
-                inputs=inputs, persistent_manager=True, warmup=False, **kwargs
+                inputs=inputs,
+                generation_config=self._generation_config,
+                persistent_manager=True,
+                warmup=False,
+                **kwargs,
             )
             return answers
 
@@ -163,9 +170,16 @@ class BatchPrefixCache:
             self._space = (extra_key, cache_salt)
             with self._no_other_manager():
                 setattr(self._inner, _CACHED, self.manager)
+                self._drop_answers()
                 yield
                 if self._tier is not None:
                     self._tier.settle(0.0)
+
+    def _drop_answers(self) -> None:
+        """Those of a run that was stopped: the next one would take them for its own."""
+        answers = self.manager.output_router.output_queue
+        while not answers.empty():
+            answers.get_nowait()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -279,6 +293,21 @@ class BatchPrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Each call would be told that its manager was made for the first one's prompts, which it was not."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "persistent_manager=True" not in record.getMessage()
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def _settings(model: Any, storage: Any, page_size: int, settings: dict[str, Any]) -> VllmSettings:

@@ -1,9 +1,9 @@
 """Host and storage behind the paged cache of `transformers`' continuous batching.
 
-`transformers` has no place to plug a tier in, so methods of one scheduler and of its cache are replaced on these
-objects, and only if they are those that we know (see `check_version`). Its own blocks stay its own: it decides
-what lies on the device, and shares prefixes there by itself. What is beside it are the two sides of the vLLM
-connector, here in one process: the scheduler's with the prefix tree of the host, and one worker that
+`transformers` has no place to plug a tier in, so methods of one scheduler and of its cache are replaced on
+these objects, and only if they are those that we know (see `check_version`). Its own blocks stay its own: it
+decides what lies on the device, and shares prefixes there by itself. What is beside it are the two sides of
+the vLLM connector, here in one process: the scheduler's with the prefix tree of the host, and one worker that
 copies whole blocks.
 
 All calls belong on the thread that generates; between two runs on any one.
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from unified_cache.engines.transformers_model import transformers
 from unified_cache.engines.vllm_scheduler import Scheduled, SchedulerSide
 from unified_cache.engines.vllm_settings import VllmSettings
 from unified_cache.engines.vllm_worker import WorkerSide
@@ -90,8 +89,9 @@ def check_version() -> None:
         lacking = set(arguments) - set(inspect.signature(found).parameters)
         differences += [f"{path} takes no {name}" for name in sorted(lacking)]
     if differences:
+        version = import_module("transformers").__version__
         raise ArgumentError(
-            f"transformers {transformers.__version__} has another continuous batching than the one that "
+            f"transformers {version} has another continuous batching than the one that "
             f"unified-cache knows, that of {KNOWN}: {'; '.join(differences)}"
         )
 
@@ -129,7 +129,7 @@ class BlockTier:
         self._allocator = paged.cache_allocators["full_attention"]
         self._page = int(self._allocator.tokens_per_page)
         self._index = int(self._allocator.index)
-        self._space: dict[str, str | None] = {"extra_key": None, "cache_salt": None}
+        self._space: tuple[str | None, str | None] = (None, None)
         self._waiting: set[str] = set()  # requests of which storage may still say something
         self._tracked: set[str] = set()
         self._counts: dict[str, int] = {}
@@ -160,7 +160,7 @@ class BlockTier:
         """The requests that come now are of this namespace."""
         for name in list(self._tracked):  # of a run that was stopped
             self._forget(name)
-        space = {"extra_key": extra_key, "cache_salt": cache_salt}
+        space = (extra_key, cache_salt)
         if space != self._space:
             # Blocks on the device are shared by their tokens alone.
             self._paged.evict_cached_blocks()
@@ -205,8 +205,13 @@ class BlockTier:
 
     def _add_waiting_request(self, state: Any) -> None:
         self._arrive(state)
-        name = state.request_id
-        self._side.begin(name, lambda: state.initial_tokens + state.generated_tokens, **self._space)
+        name, (extra_key, cache_salt) = state.request_id, self._space
+        self._side.begin(
+            name,
+            lambda: state.initial_tokens + state.generated_tokens,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
+        )
         self._tracked.add(name)
         if self._searches:
             self._waiting.add(name)
