@@ -36,7 +36,12 @@ def test_a_second_process_finds_it_in_storage(tmp_path: Path) -> None:
     assert first["one"][0] == first["batch"][0]
     assert (first["one"][1], first["batch"][1]) == (100, 100)
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "tests.engines.test_transformers_processes", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     second = json.loads(done.stdout.splitlines()[-1])

@@ -96,6 +96,11 @@ class BatchPrefixCache:
         except BaseException:
             self.close()
             raise
+        finally:
+            # A run switches the model to an attention for blocks, and back at its end. None has begun yet.
+            attention, self.manager._original_attn_impl = self.manager._original_attn_impl, None
+            if attention is not None:
+                self._inner.set_attn_implementation(attention)
 
     # Generating
 
@@ -171,9 +176,12 @@ class BatchPrefixCache:
             with self._no_other_manager():
                 setattr(self._inner, _CACHED, self.manager)
                 self._drop_answers()
-                yield
-                if self._tier is not None:
-                    self._tier.settle(0.0)
+                try:
+                    yield
+                finally:
+                    # `transformers` waits only so long for its thread, and ours are its calls until it ends.
+                    if self._tier is not None and not self.manager.is_running():
+                        self._tier.end_run()
 
     def _drop_answers(self) -> None:
         """Those of a run that was stopped: the next one would take them for its own."""
@@ -188,6 +196,8 @@ class BatchPrefixCache:
         try:
             if self._closed:
                 raise ClosedError("the cache was closed")
+            if self.manager.is_running():
+                raise BusyError("requests are being served: the thread of the last call has not ended")
             yield
         finally:
             self._lock.release()

@@ -283,8 +283,10 @@ class PrefixCache:
             return  # what they hold is given back all the same
         each = len(rows) // len(requests)
         for number, tokens in enumerate(rows):
-            request = requests[number // each]
-            if number % each == 0 and request is not None and _continues(request, tokens):
+            # Of several rows of a prompt the first one goes on with its request.
+            mine = number % each == 0 and number // each < len(requests)
+            request = requests[number // each] if mine else None
+            if request is not None and _continues(request, tokens):
                 try:
                     self._keep_row(kv, number, request, tokens)
                     if finish:

@@ -219,9 +219,10 @@ class PrefixKV(DynamicCache):  # type: ignore[misc]
             raise ArgumentError("use_cache must not be False where a prefix is taken from a cache")
         if ids is None or ids.dim() != 2:
             raise ArgumentError("input_ids must be given, as (rows, tokens): a prefix is found by its tokens")
-        if not self._known or self.get_seq_length() != self._length:
-            # Somebody has added to it without us.
+        if self.get_seq_length() != self._length or ids.shape[0] % self._parts[0].shape[0]:
+            # Somebody has added to it without us, or has left out rows.
             self._known = False
+        if not self._known:
             return ids
         if self._forwards == 0:
             ids = self._left(ids, forward)

@@ -158,13 +158,17 @@ class BlockTier:
 
     def begin_run(self, extra_key: str | None, cache_salt: str | None) -> None:
         """The requests that come now are of this namespace."""
-        for name in list(self._tracked):  # of a run that was stopped
-            self._forget(name)
         space = (extra_key, cache_salt)
         if space != self._space:
             # Blocks on the device are shared by their tokens alone.
             self._paged.evict_cached_blocks()
         self._space = space
+
+    def end_run(self) -> None:
+        """Nobody generates any more, so there are no requests: a run may have been stopped."""
+        for name in list(self._tracked):
+            self._forget(name)
+        self._turn()
 
     def settle(self, timeout: float | None) -> bool:
         """Wait until nothing is under way; False if there was not enough time."""
