@@ -400,3 +400,36 @@ def test_no_advice_for_each_call(llama: Any, caplog: pytest.LogCaptureFixture) -
     finally:
         logger.removeHandler(caplog.handler)
     assert "persistent_manager" not in caplog.text
+
+
+def test_blocks_are_not_written_anew_while_they_are_saved(llama: Any, computed: Computed) -> None:
+    """Saves that take for ever, as long as nobody waits for one."""
+    others = [text(70 + number, 100)[0].tolist() for number in range(3)]
+    with _cached(llama, num_blocks=16) as cached:
+        worker = cached._tier._worker
+        engine, before_step, go_on = worker._parts[0].engine, worker.before_step, threading.Event()
+        waited: list[int] = []
+
+        def slow(handle: Any, *rest: Any) -> None:
+            assert go_on.wait(60)
+            type(engine)._copy(engine, handle, *rest)
+
+        def noted(step: Any) -> None:
+            if step.wait:
+                waited.extend(step.wait)
+                go_on.set()
+            before_step(step)
+
+        engine._copy, worker.before_step = slow, noted
+        expected = cached.generate_batch(PROMPTS[:1])
+        assert not waited
+        for other in others:  # they need the blocks of the first one
+            cached.generate_batch([other])
+        assert waited
+        go_on.set()
+        cached.flush(60)
+        cached.reset(host=False)
+        computed.take()
+        _same(cached.generate_batch(PROMPTS[:1]), list(expected.values()))
+        assert computed.take()[0] == 4
+        _idle(cached)

@@ -158,6 +158,11 @@ class PrefixCache:
         for name in ("cache", "past_key_values"):
             if kwargs.get(name) is not None:
                 raise ArgumentError(f"{name} must not be given: the cached prefix is the model's cache")
+        if self._argument == "past_key_values" and _setting(self._inner, kwargs, "prefill_chunk_size"):
+            # It begins with the first token there, whatever the cache holds.
+            raise ArgumentError(
+                "prefill_chunk_size must be None with a cached prefix before transformers 5: it computes all"
+            )
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(torch.as_tensor(mask).all()):
             raise ArgumentError(
@@ -380,6 +385,12 @@ class PrefixCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the cache was closed")
+
+
+def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """A setting of `generate`, as it finds it."""
+    given = (kwargs, vars(kwargs.get("generation_config") or model.generation_config))
+    return next((settings[name] for settings in given if settings.get(name) is not None), None)
 
 
 def _prompts(ids: Any) -> npt.NDArray[np.uint32]:

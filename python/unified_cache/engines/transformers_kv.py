@@ -297,6 +297,21 @@ class PrefixKV(DynamicCache):  # type: ignore[misc]
     def _follow(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._parts = [change(torch.cat(self._parts, 1))]
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Cache.update`."""
+        if self.hit_length and self._forwards == 0:
+            # Nobody has seen whether these tokens come after the prefix, or are all of the prompt.
+            raise ArgumentError(
+                "the model must be called as it was given to the cache: something inside it, or its forward "
+                "alone, does not tell which tokens come after the cached prefix"
+            )
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return states
+
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """`Cache.crop`."""
         super().crop(*args, **kwargs)

@@ -188,6 +188,10 @@ def _tried(name: str, model: Any, device: torch.device) -> KvShape:
         raise ArgumentError(f"model {name} can not be tried with tokens alone: {error!r}") from None
     finally:
         model.train(training)
+    if any(layer.keys is None for layer in kv.layers) or len(kv.layers) == 0:
+        raise ArgumentError(
+            f"model {name} keeps no keys and values in its cache, so there is nothing to keep"
+        )
     shapes = {
         (keys.dtype, keys.device, values.dtype, values.device, tuple(keys.shape), tuple(values.shape))
         for keys, values in ((layer.keys, layer.values) for layer in kv.layers)
