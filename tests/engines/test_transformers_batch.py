@@ -3,8 +3,10 @@ is cached is not computed."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,10 @@ import torch
 import transformers
 
 pytest.importorskip("psutil", reason="continuous batching on a CPU asks it how much memory there is")
+from unified_cache.engines.transformers_tier import KNOWN
+
+if not transformers.__version__.startswith(KNOWN):
+    pytest.skip(f"continuous batching is known as it is in transformers {KNOWN}", allow_module_level=True)
 
 from transformers.generation.continuous_batching import RequestState
 from transformers.generation.continuous_batching.scheduler import Scheduler
@@ -432,4 +438,57 @@ def test_blocks_are_not_written_anew_while_they_are_saved(llama: Any, computed: 
         computed.take()
         _same(cached.generate_batch(PROMPTS[:1]), list(expected.values()))
         assert computed.take()[0] == 4
+        _idle(cached)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_use(llama: Any, seed: int) -> None:
+    """Whatever is asked and cancelled, whatever fails: the answers are those of the model alone."""
+    chance = random.Random(seed)
+    reference = tiny("llama")  # of its own: a model that serves batches is not to be asked by another thread
+    stems = [text(100 + number, chance.choice([20, 48, 64, 90])) for number in range(3)]
+    backend = MemoryBackend(faults=Faults({Fault.MISS: 0.05, Fault.ERROR: 0.05, Fault.CORRUPT: 0.05}, seed))
+    settings = {
+        "hicache_ratio": chance.choice([0.5, 1.0, 2.0]),
+        "prefetch_policy": chance.choice(["best_effort", "timeout", "wait_complete"]),
+    }
+    sizes = {"num_blocks": chance.choice([18, 24]), "max_batch_tokens": chance.choice([32, 64])}
+
+    def prompt() -> list[int]:
+        stem = chance.choice(stems)
+        front = stem[:, : chance.randrange(1, stem.shape[1] + 1)]
+        tokens: list[int] = text(chance.randrange(5), chance.randrange(1, 20), after=front)[0].tolist()
+        return tokens
+
+    def answer(tokens: list[int], count: int) -> list[int]:
+        got = reference.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
+        return [int(token) for token in got[0, len(tokens) :]]
+
+    with _cached(llama, backend, settings=settings, **sizes) as cached:
+        engine = cached._tier._worker._parts[0].engine
+        for _ in range(6):
+            count, prompts = chance.choice([4, 8, 16]), [prompt() for _ in range(chance.randrange(1, 7))]
+            with contextlib.ExitStack() as stack:
+                if chance.random() < 0.3:
+                    stack.enter_context(broken_loads(engine, [cached._tier._allocator._copy_view]))
+                if chance.random() < 0.6:
+                    got = cached.generate_batch(prompts, max_new_tokens=count).values()
+                    answers = [each.generated_tokens for each in got]
+                    assert answers == [answer(tokens, count) for tokens in prompts]
+                else:
+                    manager = stack.enter_context(cached.running())
+                    names = {manager.add_request(tokens, max_new_tokens=count): tokens for tokens in prompts}
+                    wanted = {name for name in names if chance.random() < 0.6}
+                    for name in names:
+                        if name not in wanted:
+                            manager.cancel_request(name)
+                    for result in manager if wanted else ():
+                        assert result.generated_tokens == answer(names[result.request_id], count)
+                        wanted.discard(result.request_id)
+                        if not wanted:
+                            break
+            if chance.random() < 0.3:
+                cached.flush(60)
+            if chance.random() < 0.3:
+                cached.reset(host=chance.random() < 0.5)
         _idle(cached)

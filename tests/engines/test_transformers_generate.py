@@ -3,8 +3,10 @@ computed."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -585,3 +587,58 @@ def test_what_was_computed_comes_back_bit_by_bit(llama: Any) -> None:
             for layer, (keys, values) in zip(again.layers, before, strict=True):
                 assert torch.equal(layer.keys, keys[..., :96, :])
                 assert torch.equal(layer.values, values[..., :96, :])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_use(llama: Any, seed: int) -> None:
+    """Whatever is asked in whatever order, whatever fails: the answers are those of the model alone."""
+    chance = random.Random(seed)
+    stems = [text(100 + number, chance.choice([20, 48, 64, 90])) for number in range(4)]
+    faults = {Fault.MISS: 0.05, Fault.ERROR: 0.05, Fault.CORRUPT: 0.05}
+    backend = MemoryBackend(faults=Faults(faults, seed))
+    settings = {
+        "num_pages": chance.choice([12, 24, 48]),
+        "hicache_ratio": chance.choice([0.5, 1.0, 3.0]),
+        "write_policy": chance.choice(["write_through", "write_through_selective", "write_back"]),
+        "prefetch_policy": chance.choice(["best_effort", "timeout", "wait_complete"]),
+    }
+    with _cached(llama, backend, **settings) as cached:
+        planes = list(cached.cache.device_pool.planes.tensors)
+        held: list[PrefixKV] = []  # begun, and not ended
+
+        def prompt() -> torch.Tensor:
+            stem = chance.choice(stems)
+            front = stem[:, : chance.randrange(1, stem.shape[1] + 1)]
+            return text(chance.randrange(5), chance.randrange(1, 20), after=front)
+
+        for number in range(30):
+            ids, salt = prompt(), chance.choice([None, None, "x"])
+            kind = chance.randrange(8)
+            with contextlib.ExitStack() as stack:
+                if chance.random() < 0.2:
+                    stack.enter_context(broken_loads(cached.cache._copies, planes))
+                if kind == 0:
+                    held.append(cached.begin(ids, cache_salt=salt))
+                elif kind == 1 and held:
+                    chance.choice([PrefixKV.finish, PrefixKV.abort])(held.pop())
+                elif kind == 2:
+                    criteria = StoppingCriteriaList([_Stop(chance.randrange(4))])
+                    with pytest.raises(KeyboardInterrupt):
+                        cached.generate(ids, **GREEDY, stopping_criteria=criteria, cache_salt=salt)
+                else:
+                    more: dict[str, Any] = {"max_new_tokens": chance.choice([1, 4, 20]), "do_sample": False}
+                    if kind == 3:
+                        more["num_beams"] = 2
+                    elif kind == 4:
+                        ids = torch.cat((ids, torch.flip(ids, (1,)) if number % 2 else ids))
+                    elif kind == 5:
+                        more["prompt_lookup_num_tokens"] = 2
+                    expected = llama.generate(ids, **more)
+                    assert cached.generate(ids, **more, cache_salt=salt).tolist() == expected.tolist()
+            if not held and chance.random() < 0.1:
+                cached.cache.reset()
+            if chance.random() < 0.3:
+                cached.cache.evict(chance.randrange(12))
+        for kv in held:
+            kv.abort()
+        _idle(cached)
