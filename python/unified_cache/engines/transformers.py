@@ -1,12 +1,12 @@
 """Serve a causal model of `transformers` through a `UnifiedCache`.
 
-`PagedRunner` is the smallest engine there can be: one request at a time, greedy. What it shows is the whole
-contract: keys and values of a prefix that was computed before come from the pool's pages, only the rest of
-the prompt is computed, and what is computed goes into the request's pages. `PagedModel` is the half of it
-that knows no cache, for engines that schedule in another way.
+`PrefixCache` is for `generate`, `BatchPrefixCache` for `generate_batch`, with all that they do. `PagedRunner`
+is the smallest engine there can be: one request at a time, greedy. What it shows is the whole contract: keys
+and values of a prefix that was computed before come from the pool's pages, only the rest of the prompt is
+computed, and what is computed goes into the request's pages. `PagedModel` is the half of it that knows no
+cache, for engines that schedule in another way.
 """
 
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,20 +17,24 @@ import numpy.typing as npt
 
 from unified_cache._torch import torch
 from unified_cache.cache import UnifiedCache
-from unified_cache.errors import ArgumentError, MissingDependencyError
+from unified_cache.engines.transformers_batch import BatchPrefixCache
+from unified_cache.engines.transformers_cache import PrefixCache
+from unified_cache.engines.transformers_kv import PrefixKV
+from unified_cache.engines.transformers_model import DynamicCache, DynamicLayer, kv_argument
+from unified_cache.errors import ArgumentError
 from unified_cache.pools.allocator import Pages
 from unified_cache.pools.device import MhaDevicePool
 from unified_cache.request import Request
 
-try:
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-except ImportError as error:
-    raise MissingDependencyError(
-        f"this needs transformers, which can not be imported ({error}): pip install 'unified-cache[demo]'"
-    ) from None
-
-__all__ = ["Generation", "PagedModel", "PagedRunner", "generate_uncached"]
+__all__ = [
+    "BatchPrefixCache",
+    "Generation",
+    "PagedModel",
+    "PagedRunner",
+    "PrefixCache",
+    "PrefixKV",
+    "generate_uncached",
+]
 
 _Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -61,11 +65,6 @@ class Generation:
     margins: list[float] = field(default_factory=list)
 
 
-def _kv_argument(model: Any) -> str:
-    """How the model's forward calls its cache: `past_key_values` has become `cache` in transformers 5."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def _logits(model: Any, tokens: _Tokens, kv: Any, kv_argument: str) -> torch.Tensor:
     """Compute `tokens`, which follow those that `kv` holds and are added to it; returns the logits of the
     token that comes next."""
@@ -82,7 +81,7 @@ class _Forward:
     def __init__(self, model: Any, generation: Generation) -> None:
         self._model = model
         self.generation = generation
-        self._argument = _kv_argument(model)
+        self._argument = kv_argument(model)
         self._begun = time.perf_counter()
         self.kv = DynamicCache(config=model.config)
 
@@ -151,7 +150,7 @@ class PagedModel:
             )
         self._model = model
         self._pool = pool
-        self._argument = _kv_argument(model)
+        self._argument = kv_argument(model)
 
     def compute(self, tokens: _Tokens, pages: Pages, start: int) -> int:
         """Compute tokens at the positions from `start` on; returns the token that comes next, greedily.

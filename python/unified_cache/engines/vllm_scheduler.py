@@ -364,6 +364,13 @@ class SchedulerSide:
         step, self._step = self._step, Step()
         return step
 
+    def rewritten(self, blocks: Sequence[int]) -> None:
+        """These device blocks are given to somebody else: the next step waits for saves that read them.
+
+        `step` does that for blocks of requests that it knows; this is for an engine that tells of each block.
+        """
+        self._wait_for_saves(blocks)
+
     @property
     def copying(self) -> bool:
         """A save has not ended: what is on host goes on to storage only when a step of the engine sees it."""
