@@ -26,10 +26,73 @@ impl WithinPage {
 }
 
 /// The checksum of the bytes of a header that count, and of a body.
+///
+/// Where the processor has AVX2 it is our own code, which asks for memory ahead: of bytes in no cache that takes four fifths
+/// of the library's time, of bytes in the cache as long (45 GB/s).
 pub fn checksum(header: &[u8], body: &[u8]) -> u64 {
-    let mut hasher = WithinPage::new(header);
-    hasher.0.write(body);
-    hasher.0.finish()
+    Sum::new(header, body.len()).value(body)
+}
+
+/// The [`checksum`] of a header, and of a body of so many bytes, of which more and more is there.
+pub(crate) struct Sum<'a> {
+    header: &'a [u8],
+    state: State,
+}
+
+enum State {
+    /// Nothing of the body was added.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    Begun,
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    Ours(xxh3::Running),
+    /// And how many bytes of the body it has.
+    Library(WithinPage, usize),
+}
+
+impl<'a> Sum<'a> {
+    pub(crate) fn new(header: &'a [u8], bytes: usize) -> Self {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        if xxh3::Running::can(bytes, header) {
+            return Self { header, state: State::Begun };
+        }
+        let _ = bytes;
+        Self { header, state: State::Library(WithinPage::new(header), 0) }
+    }
+
+    /// Adds what it can of the body as it is there now, from its beginning on.
+    pub(crate) fn add(&mut self, body: &[u8]) {
+        match &mut self.state {
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Begun if body.len() <= xxh3::BLOCK => {}
+            // SAFETY: AVX2 is there: the body is one of which `can` has said so.
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Begun => unsafe {
+                let mut sums = xxh3::Running::new(self.header, body);
+                sums.add(body);
+                self.state = State::Ours(sums);
+            },
+            // SAFETY: as above.
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Ours(sums) => unsafe { sums.add(body) },
+            State::Library(hasher, done) => {
+                hasher.0.write(&body[*done..]);
+                *done = body.len();
+            }
+        }
+    }
+
+    /// The checksum; all of the body is there.
+    pub(crate) fn value(mut self, body: &[u8]) -> u64 {
+        self.add(body);
+        match self.state {
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Begun => unreachable!("a body that can be summed here is longer than a block"),
+            // SAFETY: as above.
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Ours(sums) => unsafe { sums.value(self.header.len(), body) },
+            State::Library(hasher, _) => hasher.0.finish(),
+        }
+    }
 }
 
 /// Copies a body as [`copy`](crate::copy) does, and returns the [`checksum`] of the header and of exactly the bytes that
