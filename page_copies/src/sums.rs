@@ -39,6 +39,7 @@ pub(crate) struct Sum<'a> {
     state: State,
 }
 
+#[allow(clippy::large_enum_variant)] // there is one on the stack, for as long as a body takes
 enum State {
     /// Nothing of the body was added.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
