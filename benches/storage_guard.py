@@ -5,7 +5,6 @@
 
 Both move the same objects, in turns; the cost is the median, over the turns, of the one's seconds by those
 of the other right before or after it: first of the clock, then of the processor, of all threads together.
-In brackets is what the quickest turn of each says, by the clock: what nobody has interrupted.
 Where others use the machine the clock says little of transfers at memory speed (a call that is interrupted
 takes twice as long), but the processor does; of transfers that wait for a device it is the other way round.
 Transfers are warm: of a disk they come out of the host's cache where there is one. `pages` is warm and cold:
@@ -96,11 +95,10 @@ def measure(url: str, size: int, pages: int, repeats: int, cold: Path | None = N
     name = url.partition(":")[0] + " cold" * (cold is not None)
     text = f"{name:>10} {pages:4} x {size >> 10:5} KiB"
     for what in ("get", "set"):
-        with_guard, alone = (np.array(seconds[what][who][2:]) for who in ("guard", "alone"))
+        with_guard, alone = (seconds[what][who][2:] for who in ("guard", "alone"))
         costs = 100 * (np.median(np.divide(with_guard, alone), axis=0) - 1)
-        best = 100 * (with_guard[:, 0].min() / alone[:, 0].min() - 1)
         speed = pages * size / 1e9 / np.median(alone, axis=0)[0]
-        text += f"  {what} {speed:6.2f} GB/s {costs[0]:+7.1f} % ({best:+6.1f}) cpu {costs[1]:+6.1f} %"
+        text += f"  {what} {speed:6.2f} GB/s {costs[0]:+7.1f} % cpu {costs[1]:+6.1f} %"
     return f"{text}   goal {GOALS.get(name, MEMORY_GOAL)}  load {os.getloadavg()[0]:.1f}"
 
 
