@@ -5,6 +5,7 @@
 //! layouts are of this form, so there is one copy, which looks for what both sides have in common ([`PageCopy`]).
 //!
 //! Bytes that are contiguous on both sides go by [`copy`], or by [`copy_summed`], which makes their checksum on the way.
+//! Of stored objects there are also their [`Header`], and [`read_object`], which reads them from a file.
 //!
 //! The crate knows neither Python nor the tree. Everything that can be wrong is found before a byte moves.
 
@@ -12,7 +13,9 @@
 
 mod copy;
 mod error;
+mod file;
 mod geometry;
+mod header;
 mod planes;
 mod route;
 mod seen;
@@ -23,7 +26,9 @@ mod xxh3;
 
 pub use copy::PageCopy;
 pub use error::Error;
+pub use file::{Place, read_object};
 pub use geometry::Geometry;
+pub use header::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES};
 pub use planes::Planes;
 pub use seen::copy;
 pub use sums::{checksum, copy_summed};

@@ -26,10 +26,76 @@ impl WithinPage {
 }
 
 /// The checksum of the bytes of a header that count, and of a body.
+///
+/// Where the processor has AVX2 it is our own code, which asks for memory ahead: of bytes in no cache that takes four fifths
+/// of the library's time, of bytes in the cache as long (45 GB/s).
 pub fn checksum(header: &[u8], body: &[u8]) -> u64 {
-    let mut hasher = WithinPage::new(header);
-    hasher.0.write(body);
-    hasher.0.finish()
+    Sum::new(header, body.len()).value(body)
+}
+
+/// The [`checksum`] of a header, and of a body of so many bytes, of which more and more is there.
+pub(crate) struct Sum<'a> {
+    header: &'a [u8],
+    bytes: usize,
+    state: State,
+}
+
+#[allow(clippy::large_enum_variant)] // there is one on the stack, for as long as a body takes
+enum State {
+    Begun,
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    Ours(xxh3::Running),
+    /// And how many bytes of the body it has.
+    Library(WithinPage, usize),
+}
+
+impl<'a> Sum<'a> {
+    pub(crate) fn new(header: &'a [u8], bytes: usize) -> Self {
+        Self { header, bytes, state: State::Begun }
+    }
+
+    /// Adds what it can of the body as it is there now, from its beginning on.
+    pub(crate) fn add(&mut self, body: &[u8]) {
+        if matches!(self.state, State::Begun) {
+            self.begin(body);
+        }
+        match &mut self.state {
+            State::Begun => {}
+            // SAFETY: AVX2 is there: the body is one of which `can` has said so.
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Ours(sums) => unsafe { sums.add(body) },
+            State::Library(hasher, done) => {
+                hasher.0.write(&body[*done..]);
+                *done = body.len();
+            }
+        }
+    }
+
+    /// Chooses who makes the checksum; our own code can not begin before more than a block is there.
+    fn begin(&mut self, body: &[u8]) {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        if xxh3::Running::can(self.bytes, self.header) {
+            if body.len() > xxh3::BLOCK {
+                // SAFETY: AVX2 is there, as `can` has said.
+                self.state = State::Ours(unsafe { xxh3::Running::new(self.header, body) });
+            }
+            return;
+        }
+        self.state = State::Library(WithinPage::new(self.header), 0);
+    }
+
+    /// The checksum; all of the body is there.
+    pub(crate) fn value(mut self, body: &[u8]) -> u64 {
+        debug_assert_eq!(body.len(), self.bytes);
+        self.add(body);
+        match self.state {
+            State::Begun => unreachable!("a body that our own code can sum is longer than a block"),
+            // SAFETY: as in `add`.
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            State::Ours(sums) => unsafe { sums.value(self.header.len(), body) },
+            State::Library(hasher, _) => hasher.0.finish(),
+        }
+    }
 }
 
 /// Copies a body as [`copy`](crate::copy) does, and returns the [`checksum`] of the header and of exactly the bytes that
@@ -94,6 +160,26 @@ mod tests {
         for bytes in (STREAMING_FROM..STREAMING_FROM + 2200).step_by(7) {
             check(bytes, 56, 0, 0);
             check(bytes, 1016, 0, 0);
+        }
+    }
+
+    #[test]
+    fn of_a_body_that_comes_in_pieces() {
+        let most = if cfg!(miri) { 1100 } else { 9000 };
+        let body: Vec<u8> = (0..most).map(|i| (i * 7 + i / 251) as u8).collect();
+        for header_bytes in [0, 1, 56, 184, 1023, 1024] {
+            let header = vec![5; header_bytes];
+            for step in [1, 1000, 1024, 1025, 4096] {
+                for bytes in [0, 1, 1023, 1024, 1025, 1096, 2048, 2049, 9000] {
+                    let body = &body[..bytes.min(most)];
+                    let mut sum = Sum::new(&header, body.len());
+                    for end in (0..body.len()).step_by(if cfg!(miri) { 1000 } else { step }) {
+                        sum.add(&body[..end]);
+                    }
+                    let expected = XxHash3_64::oneshot(&[&header[..], body].concat());
+                    assert_eq!(sum.value(body), expected, "{bytes} bytes after {header_bytes} by {step}");
+                }
+            }
         }
     }
 

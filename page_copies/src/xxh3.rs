@@ -1,4 +1,5 @@
-//! XXH3 in the registers that a copy goes through: the checksum is made while the copy waits for memory.
+//! XXH3 in registers: those that a copy goes through, so that the checksum is made while the copy waits for memory, or of
+//! memory that is only read.
 //!
 //! XXH3 of more than 240 bytes takes them in stripes of 64. Each is added to eight accumulators, with a multiplication by
 //! what it is mixed with: 64 bytes of a secret, from 8 bytes later on for each stripe of a block. After a block of 16
@@ -9,17 +10,21 @@
 //! line of the body and the first 8 of the next one; the line before is still in registers when the next one comes.
 
 use std::arch::x86_64::{
-    __m256i, _mm256_add_epi64, _mm256_blend_epi32, _mm256_load_si256, _mm256_loadu_si256, _mm256_mul_epu32,
-    _mm256_permute4x64_epi64, _mm256_set1_epi64x, _mm256_shuffle_epi32, _mm256_slli_epi64, _mm256_srli_epi64,
-    _mm256_store_si256, _mm256_stream_si256, _mm256_xor_si256,
+    __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_add_epi64, _mm256_blend_epi32, _mm256_load_si256,
+    _mm256_loadu_si256, _mm256_mul_epu32, _mm256_permute4x64_epi64, _mm256_set1_epi64x, _mm256_shuffle_epi32,
+    _mm256_slli_epi64, _mm256_srli_epi64, _mm256_store_si256, _mm256_stream_si256, _mm256_xor_si256,
 };
 
 use crate::stores::{LINE, tee_cached, tee_streaming};
 
 const STRIPE: usize = 64;
-const BLOCK: usize = 16 * STRIPE;
+pub(crate) const BLOCK: usize = 16 * STRIPE;
 const WORD: usize = 8;
 const _: () = assert!(STRIPE == LINE);
+
+/// The copy asks for what is so far ahead. With the checksum's instructions between them, fewer loads are under way at a
+/// time than memory could answer.
+const AHEAD: usize = 3 << 10;
 
 /// Of the library that defines XXH3, as the secrets below.
 const PRIME_32: [u64; 3] = [0x9E37_79B1, 0x85EB_CA77, 0xC2B2_AE3D];
@@ -131,6 +136,63 @@ impl Line {
     }
 }
 
+/// XXH3 of a front and a body that lies in memory, of which more and more is there.
+pub(crate) struct Running {
+    sums: Line,
+    /// Bytes of the body that they have.
+    done: usize,
+}
+
+impl Running {
+    /// Whether this can be done of so many bytes.
+    pub(crate) fn can(bytes: usize, front: &[u8]) -> bool {
+        front.len() < BLOCK && bytes > BLOCK && std::arch::is_x86_feature_detected!("avx2")
+    }
+
+    /// With the front and what of the body makes a block with it; more than a block of the body is there.
+    #[target_feature(enable = "avx2")]
+    pub(crate) fn new(front: &[u8], body: &[u8]) -> Self {
+        let mut near = Near([0; BLOCK + LINE]);
+        let done = BLOCK - front.len();
+        near.0[..front.len()].copy_from_slice(front);
+        near.0[front.len()..BLOCK].copy_from_slice(&body[..done]);
+        Self { sums: first_sums().with_all(&near.0[..BLOCK]).scrambled(), done }
+    }
+
+    /// Adds whole blocks, as long as something comes after them.
+    #[target_feature(enable = "avx2")]
+    pub(crate) fn add(&mut self, body: &[u8]) {
+        let mut sums = self.sums;
+        while body.len() - self.done > BLOCK {
+            let block = &body[self.done..][..BLOCK];
+            for (at, stripe) in block.chunks_exact(STRIPE).enumerate() {
+                // SAFETY: a stripe has the bytes of a line. A prefetch of any address has no effect but time.
+                sums = sums.with(
+                    unsafe {
+                        _mm_prefetch::<_MM_HINT_T0>(stripe.as_ptr().wrapping_add(AHEAD).cast());
+                        Line::load(stripe.as_ptr())
+                    },
+                    at * WORD,
+                );
+            }
+            sums = sums.scrambled();
+            self.done += BLOCK;
+        }
+        self.sums = sums;
+    }
+
+    /// The checksum; all of the body is there.
+    #[target_feature(enable = "avx2")]
+    pub(crate) fn value(mut self, front_bytes: usize, body: &[u8]) -> u64 {
+        self.add(body);
+        let left = &body[self.done..];
+        let sums = self.sums.with_all(&left[..(left.len() - 1) / STRIPE * STRIPE]);
+        // SAFETY: a stripe from there on: the body is longer than a block.
+        let last = unsafe { Line::load(body.as_ptr().add(body.len() - STRIPE)) };
+        merged(sums.with(last, 121), front_bytes + body.len())
+    }
+}
+
 /// Whether [`copy_summed`] can do this.
 pub(crate) fn can_sum(target: *const u8, bytes: usize, front: &[u8]) -> bool {
     target.addr().is_multiple_of(LINE)
@@ -159,8 +221,10 @@ pub(crate) unsafe fn copy_summed(target: *mut u8, source: *const u8, bytes: usiz
     let mut line = unsafe { Line::load(near.0.as_ptr().add(BLOCK)) };
     while bytes - done >= BLOCK {
         for at in 0..BLOCK / STRIPE {
-            // SAFETY: less than BLOCK from `done` on, which both pointers are valid for. The target is at a line.
+            // SAFETY: less than BLOCK from `done` on, which both pointers are valid for. The target is at a line. A prefetch
+            // of any address has no effect but time.
             unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(source.wrapping_add(done + at * LINE + AHEAD).cast());
                 let next = Line::load(source.add(done + at * LINE));
                 _mm256_stream_si256(target.add(done + at * LINE).cast(), next.0);
                 _mm256_stream_si256(target.add(done + at * LINE + LINE / 2).cast(), next.1);

@@ -43,11 +43,14 @@ __all__ = [
     "Stored",
     "StoredTree",
     "__version__",
+    "check_object_headers",
     "copy_objects",
     "copy_pages",
     "object_checksums",
     "page_hashes",
     "prefix_record",
+    "read_object",
+    "write_object_headers",
 ]
 
 DEBUG_BUILD: Final[bool]
@@ -923,7 +926,7 @@ def copy_pages(
 
 def object_checksums(
     headers: Buffer, covered: int, bodies: Sequence[Buffer], sizes: Sequence[int]
-) -> list[int]:
+) -> npt.NDArray[np.uint64]:
     """XXH3 (64 bits, seed 0) of stored objects, each a part of its header and then its body.
 
     The interpreter's lock is not held meanwhile; nobody may write this memory until it returns.
@@ -934,6 +937,9 @@ def object_checksums(
         bodies: C-contiguous bytes, one buffer for each object.
         sizes: bytes at the front of each body that count.
 
+    Returns:
+        uint64 (objects,).
+
     Raises:
         ArgumentError: not buffers of this kind, lists of different lengths, or more bytes than a buffer has.
     """
@@ -943,7 +949,7 @@ def copy_objects(
     sources: Sequence[Buffer],
     headers: Buffer | None = None,
     covered: int = 0,
-) -> list[int]:
+) -> npt.NDArray[np.uint64]:
     """Copy bodies of stored objects, and make the checksums of these objects in the same pass.
 
     The checksums are of the bytes that the targets then have, whatever becomes of the sources meanwhile. The
@@ -961,6 +967,59 @@ def copy_objects(
 
     Raises:
         ArgumentError: not buffers of this kind, or lists of different lengths. No byte was moved.
+    """
+
+def write_object_headers(
+    headers: Buffer, keys: Sequence[str], stored_sizes: Sequence[int], page_bytes: int, codecs: Sequence[int]
+) -> None:
+    """Fill in the headers of stored objects (`unified_cache.storage.page_format`), with zeros for checksums.
+
+    Args:
+        headers: writable C-contiguous bytes, 192 for each object.
+        keys: 1 to 150 ASCII characters each.
+        stored_sizes: bytes of each body as it is to be stored.
+        page_bytes: bytes of each page.
+        codecs: of each body, 0 to 255.
+
+    Raises:
+        ArgumentError: no buffer of this kind, keys that can not be, or lists of different lengths. Nothing
+            was written.
+    """
+
+def check_object_headers(
+    headers: Buffer, keys: Sequence[str], stored_sizes: Sequence[int], page_bytes: int, checksums: Buffer
+) -> list[int]:
+    """The codec of each object whose header is what would be written for it now; -1 for any other.
+
+    Args:
+        headers: C-contiguous bytes, 192 for each object.
+        keys: 1 to 150 ASCII characters each.
+        stored_sizes: bytes of each body as it was read.
+        page_bytes: bytes of each page.
+        checksums: of the objects as they were read, uint64, C-contiguous.
+
+    Raises:
+        ArgumentError: no buffers of this kind, keys that can not be, or lists of different lengths.
+    """
+
+def read_object(file: int, header: Buffer, body: Buffer, covered: int | None = None) -> tuple[int, int]:
+    """Read a stored object, which is a file from its beginning on, and make its checksum on the way.
+
+    The interpreter's lock is not held; nobody may use this memory, or close the file, until it returns.
+
+    Args:
+        file: descriptor.
+        header: writable C-contiguous bytes.
+        body: likewise.
+        covered: bytes at the front of the header that count; None: no checksum.
+
+    Returns:
+        How many bytes there were, header included, and what `object_checksums` gives for this header and
+        body: 0 if the file ended before them, and without `covered`.
+
+    Raises:
+        ArgumentError: not buffers of this kind, or more bytes than the header has. No byte was read.
+        OSError: the file can not be read; the memory has anything in it.
     """
 
 def page_hashes(

@@ -85,8 +85,8 @@ def _change_bytes(store: Path, *, mend_checksum: bool) -> None:
         header, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
         body.view("<f4")[:] *= -1
         if mend_checksum:
-            checksum = object_checksums(header.tobytes(), 184, [body.tobytes()], [len(body)])[0]
-            header[184:192] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
+            checksum = object_checksums(header.tobytes(), 184, [body.tobytes()], [len(body)])
+            header[184:192] = checksum.astype("<u8").view(np.uint8)
         file.write_bytes(data.tobytes())
 
 

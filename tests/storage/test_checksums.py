@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ import pytest
 
 from tests.storage.support import key, keys
 from tests.storage.test_guard import Squeeze
-from unified_cache._native import copy_objects, object_checksums
+from unified_cache._native import copy_objects, object_checksums, read_object
 from unified_cache.errors import ArgumentError
 from unified_cache.storage import compression
 from unified_cache.storage.backends.file import FileBackend
@@ -47,10 +49,10 @@ def test_a_copy_and_its_checksums(seed: int) -> None:
         start, place = start + size, place + size + rng.randrange(64)
     covered = rng.choice([0, 7, 50])
     sums = copy_objects(targets, sources, headers.data, covered)
-    assert sums == object_checksums(headers.data, covered, sources, sizes)
+    assert np.array_equal(sums, object_checksums(headers.data, covered, sources, sizes))
     assert np.array_equal(target, expected)
     target[:] = 0xEE
-    assert copy_objects(targets, sources) == []
+    assert copy_objects(targets, sources).shape == (0,)
     assert np.array_equal(target, expected)
 
 
@@ -75,8 +77,8 @@ def test_copies_that_can_not_be() -> None:
         assert text in str(error.value)
     assert not any(memory)
     assert not any(other)
-    assert copy_objects([], []) == copy_objects([], [], headers, 8) == []
-    assert copy_objects([whole[:100]], [whole[100:200]]) == []  # neighbours
+    assert copy_objects([], []).shape == copy_objects([], [], headers, 8).shape == (0,)
+    assert copy_objects([whole[:100]], [whole[100:200]]).shape == (0,)  # neighbours
 
 
 def test_a_source_that_is_written_meanwhile() -> None:
@@ -100,10 +102,51 @@ def test_a_source_that_is_written_meanwhile() -> None:
         for start in (at_a_line, at_a_line + 1) * 10:
             target = memory[start : start + (3 << 20) - 64]
             sums = copy_objects([target], [source[: len(target)]], header, covered)
-            assert sums == object_checksums(header, covered, [target], [len(target)])
+            assert np.array_equal(sums, object_checksums(header, covered, [target], [len(target)]))
     finally:
         ended.set()
         writer.join()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, (128 << 10) - 1, 128 << 10, (300 << 10) + 5])
+def test_an_object_that_is_read_and_its_checksum(size: int, tmp_path: Path) -> None:
+    content = np.random.default_rng(size).integers(0, 256, 192 + size, np.uint8)
+    (tmp_path / "object").write_bytes(content.tobytes())
+    expected = object_checksums(content[:192], 184, [content[192:]], [size])[0]
+    file = os.open(tmp_path / "object", os.O_RDONLY)
+    try:
+        for covered, missing in ((184, 0), (None, 0), (184, 1), (None, 1), (184, 4096)):
+            header, body = np.full(192, 0xEE, np.uint8), np.full(size + missing + 1, 0xEE, np.uint8)
+            done = read_object(file, header, body[:-1], covered)
+            assert done == (192 + size, expected if covered and not missing else 0)
+            assert np.array_equal(np.concatenate([header, body[:size]]), content)
+            assert (body[size:] == 0xEE).all()
+    finally:
+        os.close(file)
+
+
+def test_objects_that_can_not_be_read(tmp_path: Path) -> None:
+    header, body = np.zeros(192, np.uint8), np.zeros(100, np.uint8)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        for arguments, text in (
+            ((folder, 5, body), "header is 5, a buffer is needed"),
+            ((folder, header, bytes(100)), "body can not be written"),
+            ((folder, header, body[::2]), "body is not C-contiguous"),
+            ((folder, header, header[100:]), "header and body share memory"),
+            ((folder, header, body, 193), "covered is 193, header has 192 bytes"),
+            ((folder, header, body, -1), "covered is -1"),
+        ):
+            with pytest.raises(ArgumentError) as error:
+                read_object(*arguments)  # type: ignore[arg-type]
+            assert text in str(error.value)
+        with pytest.raises(IsADirectoryError):
+            read_object(folder, header, body, 184)
+    finally:
+        os.close(folder)
+    with pytest.raises(OSError, match="descriptor") as failed:
+        read_object(-1, header, body)
+    assert failed.value.errno == errno.EBADF
 
 
 class Pages:

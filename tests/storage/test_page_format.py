@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from unified_cache import page_hashes
-from unified_cache._native import object_checksums
+from unified_cache._native import check_object_headers, object_checksums, write_object_headers
 from unified_cache.errors import ArgumentError
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.keys import KEY, KeySpace, PoolKeys, fingerprint
@@ -52,8 +52,8 @@ def test_the_bytes_of_a_header_do_not_change() -> None:
 def test_checksums_are_those_of_xxh3() -> None:
     # The test vectors that XXH3 is published with: seed 0, of nothing and of one zero byte.
     nothing = np.zeros((1, 0), np.uint8)
-    assert object_checksums(nothing, 0, [b""], [0]) == [0x2D06800538D394C2]
-    assert object_checksums(nothing, 0, [b"\0"], [1]) == [0xC44BDFF4074EECDB]
+    assert object_checksums(nothing, 0, [b""], [0]).tolist() == [0x2D06800538D394C2]
+    assert object_checksums(nothing, 0, [b"\0"], [1]).tolist() == [0xC44BDFF4074EECDB]
     # Pieces count as one run of bytes.
     whole = bytes(range(200))
     header = np.frombuffer(whole[:50] + b"not this", np.uint8)
@@ -73,7 +73,7 @@ def test_checksums_of_what_is_no_memory() -> None:
         with pytest.raises(ArgumentError) as error:
             object_checksums(*arguments)  # type: ignore[arg-type]
         assert text in str(error.value)
-    assert object_checksums(headers, 8, [], []) == []
+    assert object_checksums(headers, 8, [], []).shape == (0,)
 
 
 def test_every_flipped_bit_is_seen() -> None:
@@ -99,7 +99,7 @@ def sealed(change) -> list[PageStatus]:  # type: ignore[no-untyped-def]
     headers, bodies, sizes = make()
     change(headers)
     sums = object_checksums(headers.data, 184, bodies, sizes)
-    headers[:, 184:] = np.array(sums, np.uint64)[:, np.newaxis].view(np.uint8)
+    headers[:, 184:] = sums[:, np.newaxis].view(np.uint8)
     return [c.status for c in check(headers, bodies, sizes)]
 
 
@@ -147,6 +147,51 @@ def test_keys_that_are_too_long() -> None:
             make(keys=[name, "b"])
     headers, bodies, sizes = make(keys=["k" * 150, "b"])
     assert check(headers, bodies, sizes, keys=["k" * 150, "b"])[0].status is PageStatus.HIT
+
+
+def test_headers_that_can_not_be() -> None:
+    headers, sums = np.full((2, HEADER_BYTES), 7, np.uint8), np.zeros(2, np.uint64)
+    fixed = np.zeros((2, HEADER_BYTES), np.uint8)
+    fixed.flags.writeable = False
+    for write, check, text in (
+        (
+            (headers, ["a"], [1], 1, [0]),
+            (headers, ["a"], [1], 1, sums[:1]),
+            "headers must have 192 bytes, not 384",
+        ),
+        (
+            (headers, ["a", "b"], [1], 1, [0, 0]),
+            (headers, ["a", "b"], [1], 1, sums),
+            "stored_sizes must have 2",
+        ),
+        ((headers, ["a", "b"], [1, 1], 1, [0]), None, "codecs must have 2 entries, not 1"),
+        (None, (headers, ["a", "b"], [1, 1], 1, sums[:1]), "checksums must have 16 bytes, not 8"),
+        ((headers, ["a", ""], [1, 1], 1, [0, 0]), (headers, ["a", ""], [1, 1], 1, sums), "not 0: ''"),
+        (
+            (headers, ["a", "ä"], [1, 1], 1, [0, 0]),
+            (headers, ["a", "ä"], [1, 1], 1, sums),
+            "all of ASCII, not 1",
+        ),
+        (
+            (headers, ["a", 5], [1, 1], 1, [0, 0]),
+            (headers, ["a", 5], [1, 1], 1, sums),
+            "keys has 5, a str is needed",
+        ),
+        ((headers, 5, [1, 1], 1, [0, 0]), (headers, 5, [1, 1], 1, sums), "keys is 5, a sequence is needed"),
+        (
+            (5, ["a", "b"], [1, 1], 1, [0, 0]),
+            (5, ["a", "b"], [1, 1], 1, sums),
+            "headers is 5, a buffer is needed",
+        ),
+        ((fixed, ["a", "b"], [1, 1], 1, [0, 0]), None, "headers can not be written"),
+    ):
+        for call, arguments in ((write_object_headers, write), (check_object_headers, check)):
+            if arguments is not None:
+                with pytest.raises(ArgumentError) as error:
+                    call(*arguments)  # type: ignore[operator]
+                assert text in str(error.value)
+    assert (headers == 7).all()
+    assert check_object_headers(headers[:0], [], [], 1, sums[:0]) == []
 
 
 SHAPE = {

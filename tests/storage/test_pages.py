@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from unified_cache.errors import ArgumentError, StorageError
+from unified_cache.storage.backends import pages
 from unified_cache.storage.backends.pages import PagesBackend
 from unified_cache.storage.conformance import HEADER_BYTES, Memory, key
 from unified_cache.storage.contract import PageStatus
@@ -174,7 +175,7 @@ def test_a_full_disk_is_full(store: PagesBackend, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_read_that_fails(store: PagesBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, real, calls = open_files(), os.preadv, []
+    files, real, calls = open_files(), pages.read_file, []
 
     def broken(*arguments: Any) -> int:
         calls.append(0)
@@ -182,17 +183,16 @@ def test_a_read_that_fails(store: PagesBackend, monkeypatch: pytest.MonkeyPatch)
             raise OSError(errno.EIO, "Input/output error")
         return real(*arguments)
 
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(pages, "read_file", broken)
     assert got(store, range(4)) == [ERROR, HIT, ERROR, HIT]
-    monkeypatch.setattr(os, "preadv", lambda *arguments: 0)
+    monkeypatch.setattr(pages, "read_file", lambda *arguments: FILE - 1)
     assert got(store, [0]) == [PageStatus.CORRUPT]  # it became shorter just now
     assert open_files() == files
 
 
-def test_transfers_in_pieces(store: PagesBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, read = os.pwritev, os.preadv
+def test_writes_in_pieces(store: PagesBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, parts, at: write(file, [parts[0][:77]], at))
-    monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:99]], at))
     assert put(store, [5]) == [HIT]
     assert got(store, [5]) == [HIT]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import copy_objects, object_checksums
+from unified_cache._native import copy_objects, object_checksums, read_object
 
-__all__ = ["Checksums", "copy_bodies"]
+__all__ = ["Checksums", "copy_bodies", "read_file"]
 
 
 class Checksums:
@@ -40,6 +40,16 @@ class Checksums:
         rows = _rows(at)
         self.values[rows] = copy_objects(targets, sources, self._headers[rows].data, self._covered)
 
+    def read(self, at: int, file: int, body: memoryview) -> int:
+        """Read the object `at` from a file that has nothing else, and make its checksum.
+
+        Returns:
+            How many bytes of header and body there were; if it was not all, no checksum was made.
+        """
+        done, checksum = read_object(file, self._headers[at], body, self._covered)
+        self.values[at] = checksum
+        return done
+
     def only(self, at: Sequence[int]) -> Checksums:
         """A copy of those of some objects."""
         return Checksums(self._headers[at], self._covered, self.values[at])
@@ -64,3 +74,19 @@ def copy_bodies(
         copy_objects(targets, sources)
     else:
         checksums.copy(at, targets, sources)
+
+
+def read_file(
+    checksums: Checksums | None, headers: npt.NDArray[np.uint8], at: int, file: int, body: memoryview
+) -> int:
+    """Read the object `at` of a batch from a file, and make its checksum if the batch wants them.
+
+    Returns:
+        How many bytes of header and body there were.
+
+    Raises:
+        OSError: the file can not be read.
+    """
+    if checksums is None:
+        return read_object(file, headers[at], body)[0]
+    return checksums.read(at, file, body)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -20,13 +20,20 @@ from unified_cache.errors import StorageError
 from unified_cache.storage.breaker import Breaker
 from unified_cache.storage.compression import NO_CODEC, Codec, codec_named, installed_codecs
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus
-from unified_cache.storage.page_format import HEADER_BYTES, check_objects, checksums_of, write_headers
+from unified_cache.storage.page_format import (
+    HEADER_BYTES,
+    CheckedObject,
+    check_objects,
+    checksums_of,
+    write_headers,
+)
 
 __all__ = ["GRACE", "StorageCounts", "StorageGuard"]
 
 _T = TypeVar("_T")
 _Addresses = npt.NDArray[np.uint64]
 
+_STATUSES = tuple(PageStatus)
 # A call that takes longer than its deadline by this much has ended too late, whatever it says.
 GRACE = 1.2
 # Memory that one thread takes for compressed pages, at most (or a page).
@@ -63,7 +70,7 @@ class StorageCounts:
         """Count what became of the objects of a call."""
         left = len(statuses)
         with self._lock:
-            for status in PageStatus:
+            for status in _STATUSES:
                 if not left:
                     break
                 if found := statuses.count(status):
@@ -279,12 +286,13 @@ class StorageGuard:
         batch = ObjectBatch(keys, headers, bodies, addresses, sizes, np.zeros(count, np.uint64), checksums)
         statuses = self._checked(self.backend.get(batch), count)
         stored = batch.stored_sizes.tolist()
-        for at, size in enumerate(stored):
-            if size > page_bytes and statuses[at] is PageStatus.HIT:
-                statuses[at] = PageStatus.CORRUPT
-        read = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
+        if max(stored, default=0) > page_bytes:
+            for at, size in enumerate(stored):
+                if size > page_bytes and statuses[at] is PageStatus.HIT:
+                    statuses[at] = PageStatus.CORRUPT
+        whole = statuses.count(PageStatus.HIT) == count
+        read = range(count) if whole else [at for at, s in enumerate(statuses) if s is PageStatus.HIT]
         if read:
-            whole = len(read) == count
             checked = check_objects(
                 headers if whole else headers[read],
                 keys if whole else [keys[at] for at in read],
@@ -294,21 +302,41 @@ class StorageGuard:
                 tuple(self._codecs),
                 checksums if whole or checksums is None else checksums.only(read),
             )
-            total = 0
-            for at, found in zip(read, checked, strict=True):
-                statuses[at] = found.status
-                if found.status is PageStatus.HIT:
-                    total += stored[at] + HEADER_BYTES
-                    as_it_is = found.codec == NO_CODEC and stored[at] == page_bytes
-                    if not as_it_is and not self._decompress(found.codec, bodies[at], stored[at]):
-                        statuses[at] = PageStatus.CORRUPT
-            self._counts.add("storage_read_bytes", total)
+            self._counts.add("storage_read_bytes", self._unpack(statuses, read, checked, bodies, stored))
         if PageStatus.CORRUPT in statuses:
             damaged = [keys[at] for at, status in enumerate(statuses) if status is PageStatus.CORRUPT]
             # Out of the way, so that they are written again when they were computed again.
             with contextlib.suppress(Exception):
                 self.backend.discard(damaged)
         return statuses
+
+    def _unpack(
+        self,
+        statuses: list[PageStatus],
+        read: Sequence[int],
+        checked: Sequence[CheckedObject],
+        bodies: Sequence[memoryview],
+        stored: Sequence[int],
+    ) -> int:
+        """Make pages of the objects that were read; statuses say what came of it. Returns their bytes."""
+        first, page_bytes = checked[0], _bytes_of(bodies)
+        if (
+            len(read) == len(stored) == checked.count(first) == stored.count(page_bytes)
+            and first.status is PageStatus.HIT
+            and first.codec == NO_CODEC
+        ):
+            return len(stored) * (
+                page_bytes + HEADER_BYTES
+            )  # all of them lie there as they should, as a rule
+        total = 0
+        for at, found in zip(read, checked, strict=True):
+            statuses[at] = found.status
+            if found.status is PageStatus.HIT:
+                total += stored[at] + HEADER_BYTES
+                as_it_is = found.codec == NO_CODEC and stored[at] == page_bytes
+                if not as_it_is and not self._decompress(found.codec, bodies[at], stored[at]):
+                    statuses[at] = PageStatus.CORRUPT
+        return total
 
     def _decompress(self, number: int, body: memoryview, stored: int) -> bool:
         codec = self._codecs[number]
@@ -362,11 +390,10 @@ class StorageGuard:
         headers, page_bytes = np.empty((len(keys), HEADER_BYTES), np.uint8), _bytes_of(bodies)
         stored = sizes.tolist()
         checksums = write_headers(headers, keys, stored, page_bytes, codecs)
-        batch = ObjectBatch(keys, headers, bodies, addresses, sizes)
-        if self.backend.makes_checksums:
-            batch = replace(batch, checksums=checksums)
-        else:
+        makes = self.backend.makes_checksums
+        if not makes:
             checksums.make(range(len(keys)), [body[:size] for body, size in zip(bodies, stored, strict=True)])
+        batch = ObjectBatch(keys, headers, bodies, addresses, sizes, checksums=checksums if makes else None)
         statuses = self._checked(self.backend.set(batch), len(keys))
         hits = [at for at, status in enumerate(statuses) if status is PageStatus.HIT]
         self._counts.add("storage_stored_bytes", sum(stored[at] + HEADER_BYTES for at in hits))

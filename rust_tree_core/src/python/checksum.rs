@@ -1,5 +1,6 @@
 //! Checksums of what is stored: XXH3 of 64 bits over pieces of memory, as they lie there or while they are copied.
 
+use numpy::PyArray1;
 use page_copies::{checksum, copy_summed};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
@@ -25,13 +26,13 @@ impl Pieces<'_> {
 }
 
 #[pyfunction]
-pub(super) fn object_checksums(
-    py: Python<'_>,
-    headers: &Bound<'_, PyAny>,
+pub(super) fn object_checksums<'py>(
+    py: Python<'py>,
+    headers: &Bound<'py, PyAny>,
     covered: Whole,
-    bodies: &Bound<'_, PyAny>,
+    bodies: &Bound<'py, PyAny>,
     sizes: Vec<usize>,
-) -> PyResult<Vec<u64>> {
+) -> PyResult<Bound<'py, PyArray1<u64>>> {
     let bodies = items(bodies, "bodies")?;
     let count = bodies.len();
     let headers = Headers::new(headers, &covered, count)?;
@@ -55,7 +56,8 @@ pub(super) fn object_checksums(
         .collect();
     let total: usize = sizes.iter().sum();
     let threads = (total / BYTES_A_THREAD).clamp(1, MOST_THREADS).min(count.max(1));
-    Ok(py.detach(|| checksums(&pieces, threads)))
+    let sums = py.detach(|| checksums(&pieces, threads));
+    Ok(PyArray1::from_vec(py, sums))
 }
 
 /// Copies bodies, and makes the checksums of their objects in the same pass; the interpreter's lock is not held.
@@ -64,13 +66,13 @@ pub(super) fn object_checksums(
     signature = (targets, sources, headers=None, covered=Whole::Number(0)),
     text_signature = "(targets, sources, headers=None, covered=0)"
 )]
-pub(super) fn copy_objects(
-    py: Python<'_>,
-    targets: &Bound<'_, PyAny>,
-    sources: &Bound<'_, PyAny>,
-    headers: Option<&Bound<'_, PyAny>>,
+pub(super) fn copy_objects<'py>(
+    py: Python<'py>,
+    targets: &Bound<'py, PyAny>,
+    sources: &Bound<'py, PyAny>,
+    headers: Option<&Bound<'py, PyAny>>,
     covered: Whole,
-) -> PyResult<Vec<u64>> {
+) -> PyResult<Bound<'py, PyArray1<u64>>> {
     let (targets, sources) = (items(targets, "targets")?, items(sources, "sources")?);
     let count = targets.len();
     if sources.len() != count {
@@ -81,13 +83,14 @@ pub(super) fn copy_objects(
     for (at, (target, source)) in targets.iter().zip(&sources).enumerate() {
         bodies.push(Body::new(at, target, source)?);
     }
-    Ok(py.detach(|| {
+    let sums = py.detach(|| {
         if let Some(headers) = &headers {
             return bodies.iter().enumerate().map(|(at, body)| body.copy_summed(headers.front(at))).collect();
         }
         bodies.iter().for_each(Body::copy);
         Vec::new()
-    }))
+    });
+    Ok(PyArray1::from_vec(py, sums))
 }
 
 /// The headers of some objects, and how many bytes at the front of each of them count.
@@ -132,10 +135,7 @@ impl Body {
     fn new(at: usize, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = target.py();
         let (to, from) = (format!("targets[{at}]"), format!("sources[{at}]"));
-        let body = Self { target: bytes_of(target, &to)?, source: bytes_of(source, &from)? };
-        if body.target.readonly() {
-            return Err(argument_error(py, format!("{to} can not be written")));
-        }
+        let body = Self { target: writable_bytes_of(target, &to)?, source: bytes_of(source, &from)? };
         let bytes = body.bytes();
         if body.target.len_bytes() != bytes {
             let text = format!("{to} has {} bytes, {from} has {bytes}", body.target.len_bytes());
@@ -200,6 +200,14 @@ pub(super) fn bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUnty
     };
     if !buffer.is_c_contiguous() {
         return refused("is not C-contiguous".to_owned());
+    }
+    Ok(buffer)
+}
+
+pub(super) fn writable_bytes_of(object: &Bound<'_, PyAny>, name: &str) -> PyResult<PyUntypedBuffer> {
+    let buffer = bytes_of(object, name)?;
+    if buffer.readonly() {
+        return Err(argument_error(object.py(), format!("{name} can not be written")));
     }
     Ok(buffer)
 }

@@ -1,8 +1,8 @@
 //! The Python face: converts arguments and results, and decides nothing.
 //!
 //! `buffers` reads what callers pass, `results` is what they get back, this file has the tree's calls, `replay` those
-//! of the replay, `copies` those of crate `page_copies`, `checksum` and `stored` those
-//! of stored pages.
+//! of the replay, `copies` those of crate `page_copies`, `checksum`, `objects` and
+//! `stored` those of stored pages.
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
@@ -10,6 +10,7 @@ mod buffers;
 mod checksum;
 mod copies;
 mod errors;
+mod objects;
 mod replay;
 mod results;
 mod stored;
@@ -689,5 +690,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(copies::copy_pages, module)?)?;
     module.add_function(wrap_pyfunction!(checksum::object_checksums, module)?)?;
     module.add_function(wrap_pyfunction!(checksum::copy_objects, module)?)?;
+    module.add_function(wrap_pyfunction!(objects::write_object_headers, module)?)?;
+    module.add_function(wrap_pyfunction!(objects::check_object_headers, module)?)?;
+    module.add_function(wrap_pyfunction!(objects::read_object, module)?)?;
     module.add_function(wrap_pyfunction!(page_hashes, module)?)
 }

@@ -141,8 +141,7 @@ class FileMedium(Medium):
         return True
 
     def write(self, offset: int, bodies: Bodies) -> None:
-        """Write the bodies."""
-        bodies.make_checksums()
+        """Write the bodies. Their checksums are made while other threads wait for the disk, as in `read`."""
         pieces, front = bodies.views, self._split(bodies)
         total, done = sum(piece.nbytes for piece in pieces), 0
         while done < total:
@@ -155,6 +154,7 @@ class FileMedium(Medium):
             if direct and put < BLOCK:
                 raise OSError(f"{put} bytes written of a block")
             done += put // BLOCK * BLOCK if direct else put
+        bodies.make_checksums()
 
     def _count(self, direct: bool) -> None:
         # Threads may lose counts to each other: these numbers say which way bytes go, not how many.

@@ -22,6 +22,7 @@ from typing import ClassVar, Self
 from unified_cache.errors import ArgumentError, StorageError, StorageTimeoutError
 from unified_cache.storage.backends.calls import RunningCalls
 from unified_cache.storage.backends.io_threads import IoThreads
+from unified_cache.storage.checksums import read_file
 from unified_cache.storage.contract import Backend, ObjectBatch, PageStatus, PrefixLog
 from unified_cache.storage.prefix_log import FileLog
 from unified_cache.storage.urls import StorageUrl
@@ -191,13 +192,10 @@ class PagesBackend(Backend):
             size = os.fstat(file).st_size - batch.headers.shape[1]
             if not 0 <= size <= int(batch.body_sizes[at]):
                 return PageStatus.CORRUPT
-            parts = [memoryview(batch.headers[at]), batch.bodies[at][:size]]
-            done, total = 0, size + batch.headers.shape[1]
-            while done < total:
-                got = os.preadv(file, _rest(parts, done), done)
-                if got == 0:  # it became shorter
-                    return PageStatus.CORRUPT
-                done += got
+            # With its checksum in the same call: from one to the other the threads would wait for each other.
+            done = read_file(batch.checksums, batch.headers, at, file, batch.bodies[at][:size])
+            if done < batch.headers.shape[1] + size:  # it became shorter
+                return PageStatus.CORRUPT
             if self._limit is not None:
                 os.utime(file)  # the oldest go first
         except OSError:
@@ -207,8 +205,6 @@ class PagesBackend(Backend):
             os.close(file)
         if len(batch.stored_sizes):
             batch.stored_sizes[at] = size
-        if batch.checksums is not None:  # now, while other threads read
-            batch.checksums.make([at], parts[1:])
         return PageStatus.HIT
 
     def set(self, batch: ObjectBatch) -> list[PageStatus]:

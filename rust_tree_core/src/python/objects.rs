@@ -1,0 +1,141 @@
+//! Stored objects: their headers, a batch in a call, and reading one from a file.
+
+use std::os::fd::RawFd;
+
+use page_copies::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES, Place, read_object as read};
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use super::buffers::Whole;
+use super::checksum::{bytes_of, slice_of, writable_bytes_of};
+use super::errors::argument_error;
+use super::{items, show};
+
+/// Fills in headers. The interpreter's lock is held: that is a few microseconds for a batch.
+#[pyfunction]
+pub(super) fn write_object_headers(
+    headers: &Bound<'_, PyAny>,
+    keys: &Bound<'_, PyAny>,
+    stored_sizes: Vec<u64>,
+    page_bytes: u64,
+    codecs: Vec<u8>,
+) -> PyResult<()> {
+    let py = headers.py();
+    let keys = items(keys, "keys")?;
+    let buffer = writable_bytes_of(headers, "headers")?;
+    check_count(py, "headers", buffer.len_bytes(), HEADER_BYTES, keys.len())?;
+    check_count(py, "stored_sizes", stored_sizes.len(), 1, keys.len())?;
+    check_count(py, "codecs", codecs.len(), 1, keys.len())?;
+    let written: Vec<[u8; HEADER_BYTES]> = keys
+        .iter()
+        .zip(stored_sizes.iter().zip(&codecs))
+        .map(|(key, (&stored, &codec))| {
+            Ok(Header { key: key_of(key)?, stored, page: page_bytes, codec }.bytes())
+        })
+        .collect::<PyResult<_>>()?;
+    // SAFETY: the buffer is contiguous, may be written, and has as many bytes as what is copied to it, which is memory of
+    // our own. It stays in place while it is exported; with the interpreter's lock held, and by this call's contract, nobody
+    // else uses it.
+    unsafe {
+        written.as_ptr().cast::<u8>().copy_to_nonoverlapping(buffer.buf_ptr().cast(), size_of_val(&*written));
+    }
+    Ok(())
+}
+
+/// The codec of each object whose header is the one that it should have, -1 for others.
+#[pyfunction]
+pub(super) fn check_object_headers(
+    headers: &Bound<'_, PyAny>,
+    keys: &Bound<'_, PyAny>,
+    stored_sizes: Vec<u64>,
+    page_bytes: u64,
+    checksums: &Bound<'_, PyAny>,
+) -> PyResult<Vec<i16>> {
+    let py = headers.py();
+    let keys = items(keys, "keys")?;
+    let (headers, checksums) = (bytes_of(headers, "headers")?, bytes_of(checksums, "checksums")?);
+    check_count(py, "headers", headers.len_bytes(), HEADER_BYTES, keys.len())?;
+    check_count(py, "checksums", checksums.len_bytes(), size_of::<u64>(), keys.len())?;
+    check_count(py, "stored_sizes", stored_sizes.len(), 1, keys.len())?;
+    let (rows, _) = slice_of(&headers).as_chunks();
+    let (sums, _) = slice_of(&checksums).as_chunks();
+    keys.iter()
+        .zip(stored_sizes)
+        .zip(rows.iter().zip(sums))
+        .map(|((key, stored), (row, &sum))| {
+            let header = Header { key: key_of(key)?, stored, page: page_bytes, codec: 0 };
+            Ok(header.codec_of(row, u64::from_ne_bytes(sum)).map_or(-1, i16::from))
+        })
+        .collect()
+}
+
+/// Reads a header and a body from the beginning of a file; the interpreter's lock is not held.
+#[pyfunction]
+#[pyo3(signature = (file, header, body, covered=None), text_signature = "(file, header, body, covered=None)")]
+pub(super) fn read_object(
+    file: RawFd,
+    header: &Bound<'_, PyAny>,
+    body: &Bound<'_, PyAny>,
+    covered: Option<Whole>,
+) -> PyResult<(usize, u64)> {
+    let py = header.py();
+    let (header, body) = (writable_bytes_of(header, "header")?, writable_bytes_of(body, "body")?);
+    let covered = covered.map(|covered| covered.at_least(py, "covered", 0)).transpose()?;
+    if let Some(covered) = covered.filter(|&covered| covered > header.len_bytes()) {
+        let text = format!("covered is {covered}, header has {} bytes", header.len_bytes());
+        return Err(argument_error(py, text));
+    }
+    let start = |buffer: &PyUntypedBuffer| buffer.buf_ptr().cast::<u8>();
+    let place = Place {
+        header: start(&header),
+        header_bytes: header.len_bytes(),
+        body: start(&body),
+        body_bytes: body.len_bytes(),
+    };
+    if overlap(&header, &body) {
+        return Err(argument_error(py, "header and body share memory".to_owned()));
+    }
+    // SAFETY: both buffers are contiguous and may be written; they stay alive and in place while they are exported, which is
+    // until this returns. Who calls promises that nobody else uses them meanwhile, nor closes the file.
+    let done = py.detach(move || unsafe { read(file, place, covered) });
+    done.map_err(|error| match error.raw_os_error() {
+        // With its number the exception is of the class that fits.
+        Some(number) => PyOSError::new_err((number, error.to_string())),
+        None => error.into(),
+    })
+}
+
+fn overlap(one: &PyUntypedBuffer, other: &PyUntypedBuffer) -> bool {
+    let (first, second) = (one.buf_ptr().addr(), other.buf_ptr().addr());
+    first < second + other.len_bytes() && second < first + one.len_bytes()
+}
+
+fn check_count(py: Python<'_>, name: &str, given: usize, each: usize, count: usize) -> PyResult<()> {
+    if given == each * count {
+        return Ok(());
+    }
+    let what = if each == 1 { "entries" } else { "bytes" };
+    Err(argument_error(py, format!("{name} must have {} {what}, not {given}", each * count)))
+}
+
+/// The bytes of a key.
+fn key_of<'a>(key: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
+    let py = key.py();
+    let Ok(text) = key.cast::<PyString>() else {
+        return Err(argument_error(py, format!("keys has {}, a str is needed", show(key))));
+    };
+    let bytes = text.to_str().map(str::as_bytes).unwrap_or_default();
+    if !(1..=MOST_KEY_BYTES).contains(&bytes.len()) || !bytes.is_ascii() {
+        let text = format!(
+            "keys must have 1 to {MOST_KEY_BYTES} characters, all of ASCII, not {}: {}",
+            text.len()?,
+            show(key)
+        );
+        return Err(argument_error(py, text));
+    }
+    Ok(bytes)
+}
+
+const _: () = assert!(COVERED + size_of::<u64>() == HEADER_BYTES);
