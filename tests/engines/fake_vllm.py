@@ -191,7 +191,7 @@ class FakeVllm:
             if before:
                 worker.start_loads(step)
             if scheduled:
-                bad |= self._forward(number, worker, scheduled)
+                self._forward(number, worker, scheduled, bad)
             if not before:
                 worker.start_loads(step)
             worker.start_saves(step)
@@ -265,9 +265,9 @@ class FakeVllm:
         request.blocks += fresh
         return fresh
 
-    def _forward(self, number: int, worker: WorkerSide, items: list[Scheduled]) -> set[str]:
-        """Returns the requests that have read something wrong."""
-        wrong: set[str] = set()
+    def _forward(self, number: int, worker: WorkerSide, items: list[Scheduled], wrong: set[str]) -> None:
+        """Adds the requests that read something wrong to `wrong`; what they compute from it is wrong too, also
+        on the workers after this one: what they compute with comes from all of them."""
         for layer in range(LAYERS):
             worker.wait_layer(f"layer{layer}")
             memory = self.memory[number][layer]
@@ -280,14 +280,13 @@ class FakeVllm:
                 end = item.computed + item.tokens
                 for at in range(item.computed // BLOCK, -(-end // BLOCK)):
                     whole = (at + 1) * BLOCK <= end
-                    data = (
-                        content(number, layer, request.space, request.tokens[: (at + 1) * BLOCK])
-                        if whole
-                        else bytes(BYTES)
-                    )
+                    data = bytes(BYTES)
+                    if whole and item.request in wrong:
+                        data = bytes([255] * BYTES)
+                    elif whole:
+                        data = content(number, layer, request.space, request.tokens[: (at + 1) * BLOCK])
                     memory[request.blocks[at]] = torch.tensor(list(data), dtype=torch.uint8)
             worker.save_layer(f"layer{layer}")
-        return wrong
 
     def _update(self, items: list[Scheduled], failed: set[int], bad: set[str]) -> None:
         for item in items:

@@ -63,6 +63,53 @@ def test_a_load_that_fails_is_computed(transfer: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("transfer", ["sync", "layers"])
+def test_what_was_computed_from_a_load_that_failed_is_not_kept(transfer: str, workers: int) -> None:
+    """The forward of the same step fills new blocks from the garbage, on the workers too where nothing failed."""
+    store = MemoryBackend()
+    settings = SMALL | {"transfer": transfer, "storage": "/not/opened"}
+    engine = FakeVllm(settings, workers=workers, backends=lambda: _Shared(store))
+    engine.add("a", PROMPT[:21])
+    engine.run()
+    engine.settle()
+    engine.engines[0].fail = lambda handle: handle.direction == "load"
+    broken = engine.add("b", PROMPT)
+    engine.run()
+    engine.settle()
+    assert (broken.loaded, broken.computed_itself) == (20, 42)
+    assert engine.scheduler.take_counts()["saves_dropped"] == 2  # what one step computes
+    engine.engines[0].fail = lambda handle: False
+    for name in ("from host", "from storage"):
+        # The fake looks at every byte that this reads; what was dropped was saved again.
+        again = engine.add(name, PROMPT)
+        engine.run()
+        assert (again.loaded, again.computed_itself) == (40, 2)
+        engine.settle()
+        engine.reset()
+        counts = engine.scheduler.take_counts()
+    assert counts["storage_hit_tokens"] == 40
+    engine.close()
+
+
+def test_what_was_computed_beside_a_load_goes_on_to_storage_too() -> None:
+    store = MemoryBackend()
+    settings = SMALL | {"transfer": "sync", "storage": "/not/opened"}
+    engine = FakeVllm(settings, backends=lambda: _Shared(store))
+    engine.add("a", PROMPT[:21])
+    engine.run()
+    engine.settle()
+    longer = engine.add("b", [*PROMPT[:21], *range(7)], more=0)
+    engine.run()
+    engine.settle()
+    assert (longer.loaded, longer.computed_itself) == (20, 8)
+    engine.reset()
+    again = engine.add("c", [*PROMPT[:21], *range(8)])
+    engine.run()
+    assert again.loaded == 28
+    engine.close()
+
+
 def test_a_prefix_comes_back_from_storage_in_another_process(tmp_path) -> None:  # type: ignore[no-untyped-def]
     settings = SMALL | {"storage": str(tmp_path / "store")}
     engine = FakeVllm(settings, late=False)
