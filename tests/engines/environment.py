@@ -1,4 +1,4 @@
-"""An environment of its own for the engines under test, made once and kept.
+"""An environment of its own for vLLM and SGLang, made once and kept.
 
 It holds the packages of ``requirements-engines.txt`` and takes torch, and what torch brings, from the
 environment that runs the tests: gigabytes that need not be there twice. So both need the same torch.
@@ -30,8 +30,10 @@ REQUIREMENTS = HERE / "requirements-engines.txt"
 _NO_NETWORK = (
     "ConnectionError",
     "NewConnectionError",
+    "ConnectTimeoutError",
     "Temporary failure in name resolution",
     "Network is unreachable",
+    "No route to host",
     "Could not fetch URL",
     "Read timed out",
     "No matching distribution found",
@@ -74,19 +76,39 @@ def _make(folder: Path, torch_folder: Path) -> None:
     (folder / "complete").touch()
 
 
-def package_path(folder: Path, hooks: dict[str, str]) -> list[str]:
-    """Folders for PYTHONPATH: this package, its entry points, and others that only tests have.
+def install_package(folder: Path, sglang_hooks: dict[str, str] | None = None) -> None:
+    """Put into a folder, for PYTHONPATH, what pip would install: this package and its entry points.
 
     Args:
-        folder: an empty one, where the entry points are written.
-        hooks: ``sglang.srt.plugins`` of the tests, ``{name: "module:function"}``.
+        folder: an empty one.
+        sglang_hooks: ``sglang.srt.plugins`` that only tests have, ``{name: "module:function"}``.
     """
-    groups = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"].get("entry-points", {})
+    groups = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
     _write_distribution(folder, "unified_cache", groups)
-    _write_distribution(folder, "unified_cache_tests", {"sglang.srt.plugins": hooks})
+    if sglang_hooks:
+        _write_distribution(folder, "unified_cache_tests", {"sglang.srt.plugins": sglang_hooks})
     # The package that the tests run, wherever it lies, and nothing else from there.
     (folder / "unified_cache").symlink_to(Path(unified_cache.__file__).parent)
-    return [str(folder)]
+
+
+def vllm_variables(package: Path | None = None) -> dict[str, str]:
+    """Of a process that runs vLLM.
+
+    Args:
+        package: of `install_package`; None: the process does not use unified_cache.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_"))}
+    kept |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    if package is not None:
+        kept["PYTHONPATH"] = str(package)
+    return kept
 
 
 def _write_distribution(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.engines.environment import HERE, engine_python, package_path
+from tests.engines.environment import HERE, engine_python, install_package
 
 PAGE = 16
 _START_SECONDS = 300
@@ -36,8 +36,8 @@ def model_folder() -> Path:
 @cache
 def _path() -> str:
     folder = Path(tempfile.mkdtemp(prefix="unified-cache-path-"))
-    hooks = {"watch_scheduler": "watch_scheduler:register"}
-    return os.pathsep.join([*package_path(folder, hooks), str(HERE / "sglang_path")])
+    install_package(folder, {"watch_scheduler": "watch_scheduler:register"})
+    return os.pathsep.join([str(folder), str(HERE / "sglang_path")])
 
 
 def engine_environment(watched: Path | None = None, more: dict[str, str] | None = None) -> dict[str, str]:

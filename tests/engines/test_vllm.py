@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.vllm_environment import environment, package_folder, python_with_vllm
+from tests.engines.environment import engine_python, install_package, vllm_variables
 from tests.engines.vllm_http import Server
 from unified_cache._native import object_checksums
 from unified_cache.storage.page_format import HEADER_BYTES
@@ -32,7 +32,7 @@ _ALL, _REST, _BLOCKS = 300, 12, 9
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    return python_with_vllm()
+    return engine_python()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("vllm")
     package = made / "package"
     package.mkdir()
-    package_folder(package)
+    install_package(package)
     _run([str(python), "-W", "ignore", str(_SCRIPTS / "tiny_models.py"), str(made)], None)
     return made
 
@@ -70,7 +70,7 @@ def _scenario(python: Path, folder: Path, name: str) -> dict[str, Any]:
 
 def _run(command: list[str], package: Path | None) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(package), timeout=900, check=False
+        command, capture_output=True, text=True, env=vllm_variables(package), timeout=900, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
@@ -203,7 +203,7 @@ def server(python: Path, folder: Path, first: dict[str, Any]) -> Iterator[Server
     command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     log = folder / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment(folder / "package"))
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=vllm_variables(folder / "package"))
         try:
             client, end = Server(port), time.monotonic() + 600
             while not client.ready():
