@@ -66,7 +66,7 @@ def test_a_load_that_fails_is_computed(transfer: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("transfer", ["sync", "layers"])
 def test_what_was_computed_from_a_load_that_failed_is_not_kept(transfer: str, workers: int) -> None:
-    """The forward of the same step fills new blocks from the garbage, on the workers too where nothing failed."""
+    """The forward of the same step fills new blocks from the garbage, also on workers where nothing failed."""
     store = MemoryBackend()
     settings = SMALL | {"transfer": transfer, "storage": "/not/opened"}
     engine = FakeVllm(settings, workers=workers, backends=lambda: _Shared(store))

@@ -444,6 +444,13 @@ def _check_model(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"unified-cache: {model} keeps its KV in groups of these kinds: {', '.join(kinds) or 'none'}; "
             "only models whose layers all have full attention can be cached for now"
         )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        # Also where vLLM itself turns it off: attention that reads nothing but what the step computes,
+        # pooling over all tokens. A prompt of which the front is not computed would be answered wrongly.
+        raise ArgumentError(
+            f"unified-cache: prefix caching is off, by --no-enable-prefix-caching or because vLLM has none "
+            f"for {model} here (MLA on most CPUs, some pooling models), so nothing that is cached can be used"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

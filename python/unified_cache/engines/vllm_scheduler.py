@@ -373,8 +373,8 @@ class SchedulerSide:
 
     @property
     def copying(self) -> bool:
-        """A save has not ended, or its end has not been told to the workers: what is on host goes on to storage
-        only when a step of the engine sees it."""
+        """A save has not ended, or the workers do not know it: what is on host goes on to storage only when a
+        step of the engine sees it."""
         saves = (operation for operation in self._operations.values() if operation.kind == "save")
         return bool(self._step) or any(not save.moved for save in saves)
 
@@ -471,7 +471,7 @@ class SchedulerSide:
         while first < pages and request.blocks[first] in self._saving:
             first += 1
         request.saved = max(request.saved, first)
-        # Behind a page that was evicted meanwhile there may be more of those: one save at a time reads a block.
+        # Behind a page that was evicted meanwhile there may be more: one save at a time reads a block.
         pages = next((at for at in range(first, pages) if request.blocks[at] in self._saving), pages)
         if first >= pages:
             return
@@ -493,8 +493,8 @@ class SchedulerSide:
             self._storing_pages += count
         elif self._guard is not None:
             self._counts["stores_given_up"] += count
-        # If one of these loads fails, what was computed beside it may be wrong, on all workers, and only one of
-        # them knows. Whoever shares a block with the request of the load has read it too: so all saves count.
+        # If one of these loads fails, what was computed beside it may be wrong, on all workers, and only one
+        # knows. Whoever shares a block with the request of the load has read it too: so all saves count.
         operation.held = operation.to_store and bool(self._reading)
         for saves in self._reading.values():
             saves.append(operation)

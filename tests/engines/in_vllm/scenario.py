@@ -49,7 +49,7 @@ class Engine:
         settings = {"num_gpu_blocks_override": 64} | settings
         self.llm = LLM(
             model=str(model),
-            dtype="float32",
+            dtype=settings.pop("dtype_", "float32"),
             max_model_len=512,
             max_num_seqs=8,
             enforce_eager=True,
