@@ -266,8 +266,8 @@ class FakeVllm:
         return fresh
 
     def _forward(self, number: int, worker: WorkerSide, items: list[Scheduled], wrong: set[str]) -> None:
-        """Adds the requests that read something wrong to `wrong`; what they compute is wrong then, also on the
-        workers after this one."""
+        """Adds the requests that read something wrong to `wrong`; what they compute is wrong then, also on
+        the workers after this one."""
         for layer in range(LAYERS):
             worker.wait_layer(f"layer{layer}")
             memory = self.memory[number][layer]

@@ -66,7 +66,7 @@ def test_a_load_that_fails_is_computed(transfer: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("transfer", ["sync", "layers"])
 def test_what_was_computed_from_a_load_that_failed_is_not_kept(transfer: str, workers: int) -> None:
-    """The forward of the same step fills new blocks from the garbage, also on workers where nothing failed."""
+    """The forward of the same step fills new blocks from garbage, also on workers where nothing failed."""
     store = MemoryBackend()
     settings = SMALL | {"transfer": transfer, "storage": "/not/opened"}
     engine = FakeVllm(settings, workers=workers, backends=lambda: _Shared(store))
@@ -107,6 +107,32 @@ def test_what_was_computed_beside_a_load_goes_on_to_storage_too() -> None:
     again = engine.add("c", [*PROMPT[:21], *range(8)])
     engine.run()
     assert again.loaded == 28
+    engine.close()
+
+
+@pytest.mark.parametrize("transfer", ["async", "layers"])
+def test_a_step_without_an_end_is_saved_all_the_same(transfer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM leaves it out on all but the last stage of a pipeline if there are drafts."""
+    engine = FakeVllm(SMALL | {"transfer": transfer})
+    engine.add("a", PROMPT)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.workers[0], "start_saves", lambda step: None)
+        engine.step()
+    engine.run()
+    engine.settle()
+    again = engine.add("b", PROMPT)
+    engine.run()
+    assert (again.loaded, again.computed_itself) == (40, 2)
+    engine.close()
+
+
+def test_a_request_that_may_not_be_loaded_asks_no_storage() -> None:
+    settings = SMALL | {"storage": "/not/opened"}
+    engine = FakeVllm(settings, backends=lambda: _Shared(MemoryBackend()))
+    engine.scheduler.begin("a", lambda: PROMPT, reads=False)
+    assert "look_ups" not in engine.scheduler.take_counts()
+    engine.scheduler.begin("b", lambda: PROMPT)
+    assert engine.scheduler.take_counts()["look_ups"] == 1
     engine.close()
 
 

@@ -276,6 +276,7 @@ class SchedulerSide:
         lora: str | None = None,
         names: Callable[[], Sequence[Any]] = tuple,
         cacheable: bool = True,
+        reads: bool = True,
     ) -> None:
         """A request has arrived: look in storage for what is not on host.
 
@@ -287,10 +288,11 @@ class SchedulerSide:
             lora: its adapter's name, for events.
             names: vLLM's hashes of its blocks, for events.
             cacheable: it may be saved and loaded.
+            reads: it may be loaded.
         """
         request = _Tracked(name, tokens, names, (extra_key, cache_salt), lora, cacheable=cacheable)
         self._requests[name] = request
-        if cacheable and self.settings.load:
+        if cacheable and reads and self.settings.load:
             self._search(request)
 
     def match(self, name: str, computed: int) -> tuple[int | None, bool]:

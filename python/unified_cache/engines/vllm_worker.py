@@ -129,6 +129,7 @@ class WorkerSide:
         self._held: set[int] = set()  # of these: only when a step says so
         self._failed_blocks: set[int] = set()
         self._reports: list[Report] = []
+        self._unsaved: Step | None = None  # a step whose saves have not begun
         self._open_saves: list[tuple[Save, _Copy]] = []  # of this step, in transfer="layers"
         self._saved_parts = 0
         self._ended_loads: list[str] = []
@@ -233,6 +234,9 @@ class WorkerSide:
 
     def before_step(self, step: Step) -> None:
         """Nothing of this step has touched a block yet: wait for saves of blocks that are written anew."""
+        if self._unsaved is not None:
+            # vLLM leaves out the end of a step in places, such as with drafts on all but the last stage.
+            self.start_saves(self._unsaved)
         for op in step.store:
             self._held.discard(op)
             self._saved(op, failed=False)
@@ -242,6 +246,7 @@ class WorkerSide:
         for op in step.wait:
             if op in self._saves:
                 self._saves[op].wait()
+        self._unsaved = step
 
     def start_loads(self, step: Step) -> None:
         """Begin loads and fetches; the forward of this step may be over already, or not."""
@@ -303,6 +308,7 @@ class WorkerSide:
             if save.digests is not None:
                 self._store(save)
         self._open_saves = []
+        self._unsaved = None
 
     def finished(self) -> set[str]:
         """The requests whose loads have ended since the last call, well or not, and that wait for it."""
