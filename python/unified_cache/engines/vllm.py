@@ -454,7 +454,11 @@ def _check_model(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"for {model} here (MLA on most CPUs, some pooling models), so nothing that is cached can be used"
         )
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in (
+        "decode_context_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+    ):
         if getattr(parallel, name, 1) > 1:
             raise ArgumentError(f"unified-cache: {name} must be 1 for now, not {getattr(parallel, name)}")
     speculative = vllm_config.speculative_config
@@ -473,8 +477,8 @@ def _check_settings(vllm_config: Any, settings: VllmSettings) -> None:
         # vLLM throws away what the step of the load computed, and keeps what the next one computed from it.
         raise ArgumentError(
             f"unified-cache: transfer={settings.transfer!r} with kv_load_failure_policy 'recompute' needs "
-            "--no-async-scheduling and one pipeline stage: vLLM begins the next step before it knows that a "
-            "load has failed; or take transfer='async', or the policy 'fail'"
+            "--no-async-scheduling: vLLM begins the next step before it knows that a load has failed; or take "
+            "transfer='async', or the policy 'fail'"
         )
     if settings.cache.storage is not None and vllm_config.weight_transfer_config is not None:
         raise ArgumentError(
