@@ -477,8 +477,8 @@ def _check_settings(vllm_config: Any, settings: VllmSettings) -> None:
         # vLLM throws away what the step of the load computed, and keeps what the next one computed from it.
         raise ArgumentError(
             f"unified-cache: transfer={settings.transfer!r} with kv_load_failure_policy 'recompute' needs "
-            "--no-async-scheduling: vLLM begins the next step before it knows that a load has failed; or take "
-            "transfer='async', or the policy 'fail'"
+            "--no-async-scheduling: vLLM begins the next step before it knows that a load has failed; or "
+            "take transfer='async', or the policy 'fail'"
         )
     if settings.cache.storage is not None and vllm_config.weight_transfer_config is not None:
         raise ArgumentError(
