@@ -172,6 +172,7 @@ def test_random_calls(seed: int) -> None:
     engine = FakeVllm(
         settings,
         blocks=chance.choice([16, 30]),
+        chunk=chance.choice([5, 7, 8]),
         workers=chance.choice([1, 2]),
         seed=seed,
         backends=backends,
