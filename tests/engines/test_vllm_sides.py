@@ -401,6 +401,16 @@ def test_an_idle_engine_goes_on_until_held_saves_are_let_go() -> None:
     again.close()
 
 
+def test_a_preempted_request_waits_for_what_it_has_computed() -> None:
+    side, tokens = _side(), list(range(9))
+    side.begin("a", lambda: tokens)
+    (save,) = side.step([Scheduled("a", [0, 1, 2], True, 0, 9)]).saves
+    assert side.match("a", 0) == (None, False)
+    side.reported([Report(save.op, "moved", 2)])
+    assert side.match("a", 0) == (8, True)
+    side.close()
+
+
 def test_an_abort_gives_back_what_was_offered() -> None:
     side, tokens = _side(), list(range(9))
     side.begin("a", lambda: tokens)
