@@ -166,6 +166,12 @@ def test_adapters_share_nothing(second: dict[str, Any]) -> None:
         assert second[f"lora {name} again"]["ran"] == _REST
 
 
+def test_an_adapter_that_is_loaded_in_place_is_not_cached(second: dict[str, Any]) -> None:
+    for name in ("lora in place", "lora in place again"):
+        _assert_same(second[name], second["lora two"])
+        assert second[name]["ran"] == _ALL
+
+
 def test_events_say_what_is_on_host(second: dict[str, Any]) -> None:
     stored = [["CPU", name, _BLOCKS, _BLOCKS * 32] for name in (None, "one", "two")]
     assert [event for event in second["stored"] if event[2] == _BLOCKS] == stored

@@ -260,7 +260,9 @@ class UnifiedCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             lora=lora,
             names=lambda: request.block_hashes,
             # Their tokens do not say what is computed, or change after the fact.
-            cacheable=request.prompt_embeds is None and not request.resumable,
+            cacheable=request.prompt_embeds is None
+            and not request.resumable
+            and not getattr(request.lora_request, "load_inplace", False),
             reads=not request.skip_reading_prefix_cache,
         )
 

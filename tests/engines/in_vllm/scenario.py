@@ -232,6 +232,11 @@ def second(folder: Path) -> dict[str, Any]:
     for name, lora in (("bare", None), ("one", loras[0]), ("two", loras[1])):
         result[f"lora {name} again"] = engine.ask(lora=lora)
     engine.settle()
+    # The same name and path, and perhaps other weights.
+    anew = LoRARequest("two", 2, str(folder / "two"), load_inplace=True)
+    for name in ("lora in place", "lora in place again"):
+        engine.flush(host=False)
+        result[name] = engine.ask(lora=anew)
     result["stored"] = [
         [event.medium, event.lora_name, len(event.block_hashes), len(event.token_ids)] for event in taken
     ]

@@ -233,6 +233,7 @@ class Scheduler:
         while self.cache.ongoing_write_through or self.cache.ongoing_prefetch:
             self.cache.check_hicache_events()
         self.check()
+        assert self.cache.protected_size() == 0, "a lock was not given back"
         self.cache.reset()
         self.rows.clear()
         self.allocator.clear()
