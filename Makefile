@@ -30,7 +30,7 @@ help: ## this list
 demo: $(NATIVE) ## a real transformer served through the cache, every answer checked
 	$(VENV)/bin/unified-cache demo $(ARGS)
 
-test: test-rust test-python ## every test
+test: test-rust test-python ## every test but those inside other engines
 
 test-rust: ## the Rust tests alone
 	cargo test --workspace $(LOCKED)
@@ -38,7 +38,7 @@ test-rust: ## the Rust tests alone
 test-python: $(NATIVE) ## the Python tests alone
 	$(PY) -m pytest
 
-test-engines: $(NATIVE) ## the tests inside a real vLLM and a real SGLang: installs 6.5 GB, once
+test-engines: $(NATIVE) ## the tests inside a real vLLM and a real SGLang: installs 2 GB, once
 	$(PY) -m pytest -m engines tests/engines
 
 lint: $(NATIVE) ## formatting, clippy, ruff, types, stubs

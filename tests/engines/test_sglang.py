@@ -348,6 +348,29 @@ class TestSecondProcess:
         _same(server.generate(PROMPTS["other"], ANSWER), without_cache["other"])
 
 
+def test_two_ranks(folder: Path, without_cache: dict[str, dict[str, Any]]) -> None:
+    """Tensor parallel: each scheduler has a tree, and decides what the other decides."""
+    variables = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/there/is/none.so"}
+    variables |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    flags = [*_TIERS, *_stored_in(folder / "of-two"), "--tp-size", "2"]
+    names = [name for name in PROMPTS if name.startswith("shared")]
+    with SglangServer.start(folder, *flags, environment=variables) as server:
+        for tier in ("", "device", "storage"):
+            if tier == "storage":
+                server.flush()
+            server.lines()
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(lambda name: server.generate(PROMPTS[name], ANSWER), names))
+            for name, answer in zip(names, answers, strict=True):
+                _same(answer, without_cache[name])
+            if tier:
+                assert sum(_tier_hits(answer).get(tier, 0) for answer in answers) > 0
+                # Both ranks write down what they run, and run the same.
+                computed = sum(line["ran"] for line in server.lines() if "ran" in line)
+                assert computed < sum(len(PROMPTS[name]) for name in names)
+        _idle_and_whole(server)
+
+
 def _change(store: Path, *, checksum: bool) -> None:
     """Change what is stored.
 

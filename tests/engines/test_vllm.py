@@ -203,11 +203,17 @@ def server(python: Path, folder: Path, first: dict[str, Any]) -> Iterator[Server
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    extra = {
+        "storage": str(folder / "served"),
+        "prefetch_policy": "wait_complete",
+        # What is left of a prompt, once vLLM shares the front of it, is worth reading too.
+        "prefetch_threshold": 32,
+    }
     transfer = {
         "kv_connector": "UnifiedCacheConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"storage": str(folder / "served"), "prefetch_policy": "wait_complete"},
+        "kv_connector_extra_config": extra,
     }
     flags = {
         "model": folder / "llama",
