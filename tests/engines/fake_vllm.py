@@ -1,7 +1,8 @@
 """A vLLM with nothing in it but its order of calls: blocks of bytes that say which tokens they are of.
 
 One scheduler, any number of workers, each with layers of its own. Every forward reads all blocks of all
-requests that it computes, so a byte that is not what it should be is seen at once.
+requests that it computes, so a byte that is not what it should be is seen at once. With `shares`, blocks are
+found again on the device and shared by requests, as by vLLM's own prefix cache.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class FakeRequest:
     computed: int = 0
     status: str = "waiting"
     aborted: bool = False
+    found: int = 0
     loaded: int = 0
     computed_itself: int = 0
 
@@ -80,6 +82,7 @@ class FakeVllm:
         workers: int = 2,
         chunk: int = 8,
         late: bool = True,
+        shares: bool = False,
         seed: int = 0,
         backends: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -88,6 +91,9 @@ class FakeVllm:
         self.transfer = parsed.transfer
         self.chunk = chunk
         self.free = deque(range(blocks))
+        self.shares = shares
+        self.users = [0] * blocks
+        self.cached: dict[tuple[str, tuple[int, ...]], int] = {}  # blocks by all tokens up to their end
         self.memory = [
             [torch.zeros(blocks, BYTES, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(workers)
         ]
@@ -153,6 +159,7 @@ class FakeVllm:
         self.waiting.appendleft(request)
 
     def reset(self) -> None:
+        self.cached.clear()
         self.scheduler.reset()
 
     def run(self, most: int = 2000) -> None:
@@ -191,7 +198,7 @@ class FakeVllm:
             if before:
                 worker.start_loads(step)
             if scheduled:
-                bad |= self._forward(number, worker, scheduled)
+                self._forward(number, worker, scheduled, bad)
             if not before:
                 worker.start_loads(step)
             worker.start_saves(step)
@@ -221,23 +228,31 @@ class FakeVllm:
             request = self.waiting.popleft()
             more: int | None = 0
             later = False
+            hit: list[int] = []
             if request.status == "waiting" and request.computed == 0:
-                more, later = self.scheduler.match(request.name, 0)
+                hit = self._hit(request)
+                more, later = self.scheduler.match(request.name, len(hit) * BLOCK)
                 if more is None:
                     skipped.append(request)
                     continue
             elif request.status == "loading":
                 skipped.append(request)
                 continue
-            start = request.computed + more
+            start = request.computed + len(hit) * BLOCK + more
             count = 0 if later else min(self.chunk, len(request.tokens) - start)
-            if not request.blocks and not self._fits(request):
+            if not request.blocks and not self._fits(request, hit):
                 skipped.append(request)
                 continue
+            for block in hit:
+                self.users[block] += 1
+                if self.users[block] == 1:
+                    self.free.remove(block)
+            request.blocks += hit
             fresh = self._grow(request, start + count)
             assert fresh is not None
             self.scheduler.allocated(request.name, request.blocks, more)
             request.loaded += more
+            request.found += len(hit) * BLOCK
             request.computed = start
             if later:
                 request.status = "loading"
@@ -246,13 +261,38 @@ class FakeVllm:
             request.status = "running"
             self.running.append(request)
             items.append(Scheduled(request.name, list(request.blocks), True, start, count))
+            # Also what is being loaded for this step: the next request of it may share that.
+            self._cache(request, start + count)
         self.waiting.extendleft(reversed(skipped))
         return items
 
-    def _fits(self, request: FakeRequest) -> bool:
+    def _fits(self, request: FakeRequest, hit: list[int]) -> bool:
         """All of it, beside all of those that hold blocks: nobody ever has to go for lack of them."""
         holding = [request, *(other for other in self.requests.values() if other.blocks)]
-        return sum(map(self._missing, holding)) <= len(self.free)
+        shared = sum(self.users[block] > 0 for block in hit)
+        return sum(map(self._missing, holding)) - shared <= len(self.free)
+
+    def _hit(self, request: FakeRequest) -> list[int]:
+        """Blocks on the device that hold the front of its tokens; one token is left to compute."""
+        hit: list[int] = []
+        for end in range(BLOCK, len(request.tokens), BLOCK):
+            block = self.cached.get((request.space, tuple(request.tokens[:end])))
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def _cache(self, request: FakeRequest, computed: int) -> None:
+        """The first blocks of a request can be found from now on."""
+        if self.shares:
+            for at in range(min(computed, len(request.tokens)) // BLOCK):
+                key = (request.space, tuple(request.tokens[: (at + 1) * BLOCK]))
+                self.cached.setdefault(key, request.blocks[at])
+
+    def _forget(self, blocks: Sequence[int]) -> None:
+        """They can not be found any more."""
+        gone = set(blocks)
+        self.cached = {key: block for key, block in self.cached.items() if block not in gone}
 
     def _missing(self, request: FakeRequest) -> int:
         return -(-(len(request.tokens) + request.more) // BLOCK) - len(request.blocks)
@@ -262,12 +302,15 @@ class FakeVllm:
         if missing > len(self.free):
             return None
         fresh = [self.free.popleft() for _ in range(max(missing, 0))]
+        self._forget(fresh)
+        for block in fresh:
+            self.users[block] = 1
         request.blocks += fresh
         return fresh
 
-    def _forward(self, number: int, worker: WorkerSide, items: list[Scheduled]) -> set[str]:
-        """Returns the requests that have read something wrong."""
-        wrong: set[str] = set()
+    def _forward(self, number: int, worker: WorkerSide, items: list[Scheduled], wrong: set[str]) -> None:
+        """Adds the requests that read something wrong to `wrong`; what they compute is wrong then, also on
+        the workers after this one."""
         for layer in range(LAYERS):
             worker.wait_layer(f"layer{layer}")
             memory = self.memory[number][layer]
@@ -280,14 +323,13 @@ class FakeVllm:
                 end = item.computed + item.tokens
                 for at in range(item.computed // BLOCK, -(-end // BLOCK)):
                     whole = (at + 1) * BLOCK <= end
-                    data = (
-                        content(number, layer, request.space, request.tokens[: (at + 1) * BLOCK])
-                        if whole
-                        else bytes(BYTES)
-                    )
+                    data = bytes(BYTES)
+                    if whole and item.request in wrong:
+                        data = bytes([255] * BYTES)
+                    elif whole:
+                        data = content(number, layer, request.space, request.tokens[: (at + 1) * BLOCK])
                     memory[request.blocks[at]] = torch.tensor(list(data), dtype=torch.uint8)
             worker.save_layer(f"layer{layer}")
-        return wrong
 
     def _update(self, items: list[Scheduled], failed: set[int], bad: set[str]) -> None:
         for item in items:
@@ -298,9 +340,11 @@ class FakeVllm:
             assert bool(broken) == (item.request in bad), (item, broken, bad)
             if broken:
                 request.computed = broken[0] * BLOCK
+                self._forget(request.blocks[broken[0] :])
                 continue
             request.computed_itself += item.tokens
             request.computed = item.computed + item.tokens
+            self._cache(request, request.computed)
             if request.computed == len(request.tokens):
                 if request.more == 0:
                     self.running.remove(request)
@@ -322,6 +366,7 @@ class FakeVllm:
             del self.requests[request.name]
             return
         request.status = "loaded"
+        self._cache(request, request.computed)
         if request.computed == 0:
             self._release(request)
             request.status = "waiting"
@@ -333,5 +378,8 @@ class FakeVllm:
         self.done.append(request)
 
     def _release(self, request: FakeRequest) -> None:
-        self.free.extend(reversed(request.blocks))
+        for block in reversed(request.blocks):
+            self.users[block] -= 1
+            if self.users[block] == 0:
+                self.free.append(block)
         request.blocks = []

@@ -25,11 +25,11 @@ _START_SECONDS = 300
 
 
 @cache
-def model_folder() -> Path:
+def model_folder(seed: int = 7) -> Path:
     """A Llama with random weights, made by the engines' own transformers."""
     folder = Path(tempfile.mkdtemp(prefix="unified-cache-llama-"))
     script = HERE / "sglang_path" / "make_llama.py"
-    subprocess.run([engine_python(), script, folder], check=True, env=engine_environment())
+    subprocess.run([engine_python(), script, folder, str(seed)], check=True, env=engine_environment())
     return folder
 
 

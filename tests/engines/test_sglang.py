@@ -48,7 +48,7 @@ _TIERS = [
     "--enable-hierarchical-cache",
 ]
 _TIERS += ["--hicache-ratio", "3", "--hicache-storage-backend", "dynamic"]
-_TIERS += ["--hicache-storage-prefetch-policy", "wait_complete"]
+_TIERS += ["--hicache-storage-prefetch-policy", "wait_complete", "--enable-metrics"]
 
 
 def _stored_in(folder: Path) -> list[str]:
@@ -181,6 +181,57 @@ class TestTiers:
         _same(from_storage, expected)
         assert _tier_hits(from_storage) == {"storage": whole}
         assert server.ran() == [len(prompt) - whole]
+        metrics = server.call("/metrics").decode()
+        assert 'sglang:evicted_tokens_total{cache_type="SglangCache"' in metrics
+        assert "sglang:hicache_host_total_tokens" in metrics
+
+    def test_new_weights_find_nothing_of_the_old_ones(self, server: SglangServer, without_cache: Any) -> None:
+        """Nobody has said that they have another version, and the storage has the old ones' pages."""
+        prompt, whole = PROMPTS["long"], _whole("long")
+        server.generate(prompt, ANSWER)
+        server.flush()
+        server.call("/update_weights_from_disk", {"model_path": str(model_folder(8))})
+        cold = server.generate(prompt, ANSWER, cache_salt="cold")
+        assert cold["tokens"] != without_cache["long"]["tokens"]
+        got = server.generate(prompt, ANSWER)
+        _same(got, cold)
+        assert got["cached"] == 0
+        server.flush()
+        again = server.generate(prompt, ANSWER)
+        _same(again, cold)
+        assert _tier_hits(again) == {"storage": whole}  # under a name of this server's own
+        old = {"model_path": str(model_folder()), "weight_version": "default"}
+        server.call("/update_weights_from_disk", old)
+        back = server.generate(prompt, ANSWER)
+        _same(back, without_cache["long"])
+        assert _tier_hits(back) == {"storage": whole}
+        server.check_log()
+
+    def test_memory_may_be_released_right_after_an_answer(
+        self, server: SglangServer, without_cache: Any
+    ) -> None:
+        """SGLang's scheduler ends if anything is under way then."""
+        for name in ("other", "stored", "long"):
+            _same(server.generate(PROMPTS[name], ANSWER), without_cache[name])
+            server.call("/release_memory_occupation", {})
+            server.call("/resume_memory_occupation", {})
+        _same(server.generate(PROMPTS["long"], ANSWER), without_cache["long"])
+        _idle_and_whole(server)
+
+    def test_a_pause_with_a_flush_in_it(self, server: SglangServer, without_cache: Any) -> None:
+        """While it pauses, SGLang does not call the cache; what was under way must end all the same."""
+        prompt = PROMPTS["other"]
+        with ThreadPoolExecutor(1) as pool:
+            paused = pool.submit(server.generate, prompt, 150)
+            while not any("decoded" in line for line in server.lines()):
+                assert not paused.done()
+            server.call("/pause_generation", {"mode": "retract"})
+            server.call("/flush_cache", {})
+            server.call("/continue_generation", {})
+            got = paused.result()
+        assert got["tokens"][:ANSWER] == without_cache["other"]["tokens"]
+        assert got["tokens"] == server.generate(prompt, 150)["tokens"]
+        _idle_and_whole(server)
 
     def test_a_copy_that_fails_is_computed(
         self, server: SglangServer, without_cache: Any, folder: Path

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from unified_cache.config import CacheConfig
-from unified_cache.engines import sglang, sglang_version
+from unified_cache.engines import sglang, sglang_hooks, sglang_version
 from unified_cache.engines.sglang import EngineError
 from unified_cache.engines.sglang_settings import EXTRA, extra_config, make_config, storage_name
+from unified_cache.engines.sglang_weights import WeightNames
 from unified_cache.errors import ArgumentError
 
 
@@ -217,3 +218,102 @@ def test_registering_twice_is_fine(installed: Any) -> None:
     sglang.register()
     sglang.register()
     assert factories == {"unified-cache": sglang.make_cache}
+
+
+# Weights that change while it runs.
+
+
+def test_weights_have_the_name_that_they_were_given() -> None:
+    names = WeightNames()
+    assert names.name(None) == ""
+    assert names.name("1") == "1"
+    names.change("1", "2")
+    assert names.name("2") == "2"
+    assert names.name("1") == "1"
+
+
+def test_weights_that_nobody_names_share_nothing_with_the_old_ones() -> None:
+    names, others = WeightNames(), WeightNames()
+    names.change("1", None)
+    own = names.name("1")
+    assert own not in ("", "1")
+    assert names.name("1") == own  # until they change again
+    others.change("1", None)
+    assert others.name("1") != own
+    names.change("1", None)
+    assert names.name("1") not in ("1", own)
+    assert names.name("2") == "2"  # named afterwards, by /update_weight_version
+    assert names.name("1") == "1"
+
+
+def test_a_name_may_come_with_a_later_part_of_the_weights() -> None:
+    names = WeightNames()
+    names.change("1", None)
+    names.change("1", "2")
+    assert names.name("2") == "2"
+    names.change("2", None)
+    names.name("2")
+    names.change("2", "2")
+    assert names.name("2") == "2"  # who says so must know
+
+
+class _Cache:
+    """What the hooks call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def new_weights(self, version: str | None) -> None:
+        self.calls.append(version)
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+    def flushed(self) -> None:
+        self.calls.append("flushed")
+
+
+def _scheduler(cache: Any, *, running: int = 0, waiting: int = 0, paused: bool = False) -> Any:
+    return SimpleNamespace(
+        tree_cache=cache,
+        running_batch=SimpleNamespace(is_empty=lambda: not running),
+        chunked_req=None,
+        waiting_queue=[None] * waiting,
+        _engine_paused=paused,
+    )
+
+
+def test_hooks_tell_of_new_weights() -> None:
+    cache, storage = _Cache(), _Cache()
+    theirs = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=storage))
+    for tree in (cache, theirs):
+        updater = SimpleNamespace(scheduler=_scheduler(tree))
+        sglang_hooks._new_weights(updater, SimpleNamespace(weight_version="2"))
+        sglang_hooks._new_weights(updater, SimpleNamespace())
+    assert cache.calls == storage.calls == ["2", None]
+    sglang_hooks._after_flush(False, _scheduler(theirs))
+    sglang_hooks._after_flush(True, _scheduler(theirs))
+    assert storage.calls[2:] == ["flushed"]
+
+
+def test_hooks_wait_only_where_nothing_runs() -> None:
+    cache = _Cache()
+    for state in ({"running": 1}, {"waiting": 1}, {"running": 1, "paused": True}):
+        sglang_hooks._before_flush(_scheduler(cache, **state))
+    assert cache.calls == []
+    sglang_hooks._before_flush(_scheduler(cache))
+    sglang_hooks._before_flush(_scheduler(cache, waiting=1, paused=True))
+    sglang_hooks._before_release(SimpleNamespace(scheduler=_scheduler(cache)))
+    assert cache.calls == ["settle"] * 3
+    for other in (None, object()):  # SGLang's own cache
+        sglang_hooks._before_flush(_scheduler(other))
+
+
+def test_an_sglang_without_what_is_hooked_is_refused(installed: Any) -> None:
+    installed(types.ModuleType("sglang.srt.managers.scheduler"))
+    module = types.ModuleType("sglang.srt.plugins.hook_registry")
+    module.HookRegistry = module.HookType = None  # type: ignore[attr-defined]
+    installed(module)
+    with pytest.raises(EngineError, match="another way to change weights and to flush") as error:
+        sglang_hooks.register()
+    assert "\n" not in str(error.value)

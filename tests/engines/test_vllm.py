@@ -120,6 +120,16 @@ def test_a_load_that_fails_half_way_is_computed(first: dict[str, Any], second: d
         assert second[f"{name}, broken load"]["ran"] == _ALL + _REST
 
 
+def test_what_is_computed_from_a_load_that_failed_is_never_served(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """The step that reads the garbage fills blocks from it."""
+    for name in ("sync", "layers"):
+        _assert_same(second[f"{name}, branch, broken load"], first["plain, branch"])
+        _assert_same(second[f"{name}, branch, host"], first["plain, branch"])
+        assert second[f"{name}, branch, host"]["ran"] == _REST
+
+
 def test_preempted_requests_give_the_same_answers_and_leave_nothing(first: dict[str, Any]) -> None:
     assert first["preempted"] >= 1
     assert first["crowd"] == first["crowd, one by one"]
@@ -156,6 +166,12 @@ def test_adapters_share_nothing(second: dict[str, Any]) -> None:
         assert second[f"lora {name} again"]["ran"] == _REST
 
 
+def test_an_adapter_that_is_loaded_in_place_is_not_cached(second: dict[str, Any]) -> None:
+    for name in ("lora in place", "lora in place again"):
+        _assert_same(second[name], second["lora two"])
+        assert second[name]["ran"] == _ALL
+
+
 def test_events_say_what_is_on_host(second: dict[str, Any]) -> None:
     stored = [["CPU", name, _BLOCKS, _BLOCKS * 32] for name in (None, "one", "two")]
     assert [event for event in second["stored"] if event[2] == _BLOCKS] == stored
@@ -163,10 +179,17 @@ def test_events_say_what_is_on_host(second: dict[str, Any]) -> None:
 
 def test_what_can_not_be_served_is_refused_in_one_line(second: dict[str, Any]) -> None:
     refused = {
-        name: second[f"refused {name}"] for name in ("setting", "model", "storage", "version", "platform")
+        name: second[f"refused {name}"]
+        for name in (
+            *("setting", "model", "prefix caching", "new weights", "overlap"),
+            *("storage", "version", "platform"),
+        )
     }
     assert "no setting 'hicache_sise', allowed are: copy_blocks, " in refused["setting"]
     assert "groups of these kinds: sliding_window, full_attention; only models" in refused["model"]
+    assert "prefix caching is off, by --no-enable-prefix-caching or because vLLM" in refused["prefix caching"]
+    assert "(--weight-transfer-config) go with no storage" in refused["new weights"]
+    assert "transfer='sync' with kv_load_failure_policy 'recompute' needs" in refused["overlap"]
     assert "there is no storage backend nowhere://" in refused["storage"]
     assert "knows the connectors of vLLM 0.32, this is 0.32" in refused["version"]
     assert "which has no a_call_of_another_version" in refused["version"]

@@ -40,8 +40,10 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
 from unified_cache._native import Cleared, Removed, Stored
 from unified_cache.cache import UnifiedCache
+from unified_cache.engines import sglang_hooks
 from unified_cache.engines.sglang import EngineError
 from unified_cache.engines.sglang_settings import extra_config, make_config, storage_name
+from unified_cache.engines.sglang_weights import WeightNames
 from unified_cache.errors import CapacityError, CopyError, UnifiedCacheError, UnknownNodeError
 from unified_cache.pools.device import DevicePool, MhaDevicePool, MlaDevicePool
 from unified_cache.ranks.agreement import Agreement, OneRank
@@ -66,6 +68,7 @@ _DRAIN_SECONDS = 10.0
 def build(context: Any) -> SglangCache:
     """The cache for one scheduler; `unified_cache.engines.sglang.make_cache` says what it may raise."""
     _refuse_what_we_can_not(context)
+    sglang_hooks.register()
     params = context.params
     pool = device_pool(params.token_to_kv_pool_allocator, params.page_size)
     config = make_config(
@@ -202,6 +205,8 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         # What is being read from storage for requests that wait, and how much of that had come when it ended.
         self._prefetches: dict[Any, Request] = {}
         self._prefetched: dict[Any, int] = {}
+        self._weights = WeightNames()
+        self._left: Any = None  # the storage that is not used since the weights were changed
         self._lora_names = params.kv_event_lora_names
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
         self._in_page = torch.arange(self.page_size, device=self.device)
@@ -604,18 +609,43 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
         return [] if self._idle or not self._tiers else ["copies or storage"]
 
     @property
-    def ongoing_prefetch(self) -> dict[Any, Request]:
-        return self._prefetches
+    def ongoing_prefetch(self) -> list[Request]:
+        """What is being read. What has been read and waits for its request is nothing to wait for."""
+        return [reading for reading in self._prefetches.values() if not reading.prefetch_done()]
+
+    def settle(self) -> None:
+        """Nothing runs: wait, as long as it may take, until nothing is under way."""
+        with self._on_forward_stream():
+            self._idle = self.cache.flush(timeout=_DRAIN_SECONDS)
+            self._give_pages()
 
     # What `ongoing_write_through` covers.
     ongoing_load_back = ongoing_backup = ()
+
+    def new_weights(self, version: str | None) -> None:
+        """The model gets other weights now.
+
+        Until the next `reset` the tree may have pages of both: SGLang leaves it to whoever changes weights
+        whether it is emptied. What others read must not be mixed, so the storage is left until then.
+
+        Args:
+            version: their ``weight_version``; None: nobody has said.
+        """
+        self._weights.change(get_serving().weight_version, version)
+        if (storage := self.cache.config.storage) is None:
+            return
+        _log.warning(
+            "unified-cache: the weights change, so the storage is not used until the cache is flushed"
+        )
+        self.detach_storage_backend()
+        self._left = storage
 
     def reset(self) -> None:
         """Empty device and host; storage stays. Nothing may run on the pages."""
         for request in list(self._prefetches):
             self.release_aborted_request(request)
         self._receipts.clear()
-        version = get_serving().weight_version or ""
+        version = self._weights.name(get_serving().weight_version)
         if version != self.cache.config.weight_version:
             self.cache.update_weights(version, force=True)
         else:
@@ -627,6 +657,12 @@ class SglangCache(BasePrefixCache):  # type: ignore[misc]
                 raise CopyError(f"copies still touch {held} device pages after {_DRAIN_SECONDS:g} seconds")
             self.cache.flush(timeout=0.1)
         self._take_all_pages()
+        if self._left is not None:
+            storage, self._left = self._left, None
+            try:
+                self.cache.attach_storage(storage)
+            except UnifiedCacheError as error:
+                _log.warning("unified-cache: goes on without the storage %s: %s", storage, error)
 
     def release_host_resources(self) -> None:
         """The scheduler ends."""

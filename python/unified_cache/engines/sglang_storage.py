@@ -27,8 +27,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_serving
 
+from unified_cache.engines import sglang_hooks
 from unified_cache.engines.sglang_settings import FLAG, IGNORED, storage_name
 from unified_cache.engines.sglang_version import check_storage_version
+from unified_cache.engines.sglang_weights import WeightNames
 from unified_cache.errors import ArgumentError
 from unified_cache.storage.compression import CODECS
 from unified_cache.storage.contract import PageStatus
@@ -62,6 +64,7 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         check_storage_version()
+        sglang_hooks.register()
         extra = dict(storage_config.extra_config or {})
         if unknown := sorted(set(extra) - set(_EXTRA) - IGNORED):
             raise ArgumentError(f"{FLAG} has no setting {unknown[0]!r}, allowed: {', '.join(_EXTRA)}")
@@ -78,6 +81,9 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
             raise ArgumentError("a storage needs a model's name: it says whose pages these are")
         self._config = storage_config
         self._pools: dict[str, _Pool] = {}
+        self._weights = WeightNames()
+        self._version = self._weights.name(get_serving().weight_version)
+        self._off = False  # the weights were changed, and what SGLang holds may be of both
         self._lock = threading.Lock()
         self._failed = 0.0
         self.counts = StorageCounts()
@@ -132,6 +138,20 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
             self._guard.watch()
             return self._guard
 
+    def new_weights(self, version: str | None) -> None:
+        """The model gets other weights now: nothing is stored or found until `flushed`.
+
+        Args:
+            version: their ``weight_version``; None: nobody has said.
+        """
+        self._weights.change(get_serving().weight_version, version)
+        self._off = True
+
+    def flushed(self) -> None:
+        """SGLang has emptied its cache: what it holds from now on is of the weights that are there now."""
+        self._version = self._weights.name(get_serving().weight_version)
+        self._off = False
+
     # Pages by their place in a host pool
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -169,21 +189,25 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
         )
 
     def _stored(self, pool: Any, keys: Sequence[str]) -> int:
+        if self._off:
+            return 0
         of = self._pools[str(pool)]
-        found = self._ready().exists([of.names(keys)])
+        found = self._ready().exists([of.names(keys, self._version)])
         return 0 if found is None else found[0] // of.parts
 
     def _move(
         self, way: str, pool: Any, keys: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
-        if not keys:
-            return []
+        if not keys or self._off:
+            return [False] * len(keys)
         of = self._pools[str(pool)]
         if host_indices is None or len(host_indices) != len(keys) * of.page_size:
             raise ValueError(f"{len(keys)} pages of pool {of.name} need {of.page_size} indices each")
         bodies, addresses = of.bodies(host_indices)
         guard = self._ready()
-        statuses = (guard.get if way == "get" else guard.set)(of.names(keys), bodies, addresses)
+        statuses = (guard.get if way == "get" else guard.set)(
+            of.names(keys, self._version), bodies, addresses
+        )
         hits = [status is PageStatus.HIT for status in statuses]
         return [all(hits[at : at + of.parts]) for at in range(0, len(hits), of.parts)]
 
@@ -200,7 +224,7 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 tail = max(1, len(transfer.keys or ()))
                 of = self._pools[str(transfer.name)]
-                there = self._ready().exists([of.names([key]) for key in keys[:pages]]) or []
+                there = self._ready().exists([of.names([key], self._version) for key in keys[:pages]]) or []
                 whole = [count == of.parts for count in there]
                 possible = {
                     length
@@ -244,17 +268,23 @@ class SglangStorage(HiCacheStorage):  # type: ignore[misc]
     def _get_tensors(self, keys: Sequence[str], targets: Any) -> list[torch.Tensor | None]:
         if targets is None or len(targets) != len(keys):
             raise ValueError("there must be a tensor for each page that is read")
+        if self._off:
+            return [None] * len(keys)
         bodies, addresses = _of_tensors(targets)
-        statuses = self._ready().get(self._pools[str(PoolName.KV)].copies(keys), bodies, addresses)
+        names = self._pools[str(PoolName.KV)].copies(keys, self._version)
+        statuses = self._ready().get(names, bodies, addresses)
         return [
             target if status is PageStatus.HIT else None
             for target, status in zip(targets, statuses, strict=True)
         ]
 
     def _set_tensors(self, keys: Sequence[str], values: Any) -> bool:
+        if self._off:
+            return False
         tensors = [value.contiguous() for value in values]
         bodies, addresses = _of_tensors(tensors)
-        statuses = self._ready().set(self._pools[str(PoolName.KV)].copies(keys), bodies, addresses)
+        names = self._pools[str(PoolName.KV)].copies(keys, self._version)
+        statuses = self._ready().set(names, bodies, addresses)
         return all(status is PageStatus.HIT for status in statuses)
 
     # The rest
@@ -314,22 +344,22 @@ class _Pool:
         }
         self._about = json.dumps(about, sort_keys=True)
 
-    def _print(self, form: str) -> str:
+    def _print(self, form: str, version: str) -> str:
         """16 hex digits that differ as soon as anything does that changes the bytes."""
-        told = f"{form} {get_serving().weight_version} {self._about}"
+        told = f"{form} {version} {self._about}"
         found = self._prints.get(told)
         if found is None:
             found = self._prints[told] = hashlib.sha256(told.encode()).hexdigest()[:16]
         return found
 
-    def names(self, keys: Sequence[str]) -> list[str]:
-        """The names of the objects of pages, page by page."""
-        print_ = self._print("parts")
+    def names(self, keys: Sequence[str], version: str) -> list[str]:
+        """The names of the objects of pages, page by page; `version` is what the weights are called."""
+        print_ = self._print("parts", version)
         return [f"{_digest(key)}-{print_}-{part:04x}" for key in keys for part in range(self.parts)]
 
-    def copies(self, keys: Sequence[str]) -> list[str]:
-        """The names of pages that are stored as one tensor each."""
-        print_ = self._print("whole")
+    def copies(self, keys: Sequence[str], version: str) -> list[str]:
+        """The names of pages that are stored as one tensor each; `version` is what the weights are called."""
+        print_ = self._print("whole", version)
         return [f"{_digest(key)}-{print_}-0000" for key in keys]
 
     def bodies(self, indices: torch.Tensor) -> tuple[list[memoryview], np.ndarray[Any, np.dtype[np.uint64]]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from unified_cache.engines.sglang import EngineError
 
-__all__ = ["KNOWN", "check_storage_version", "check_version", "version"]
+__all__ = ["KNOWN", "check_storage_version", "check_version", "refuse", "version"]
 
 KNOWN = "0.5.23"
 
@@ -51,7 +51,12 @@ def version() -> str:
         return "unknown"
 
 
-def _refuse(what: str, differences: list[str]) -> None:
+def refuse(what: str, differences: list[str]) -> None:
+    """Refuse the installed SGLang if there are differences.
+
+    Raises:
+        EngineError: there are; the message has its version and all of them.
+    """
     if differences:
         raise EngineError(
             f"SGLang {version()} has another {what} than the one that unified-cache knows, that of {KNOWN}: "
@@ -74,11 +79,11 @@ def check_version() -> None:
     try:
         from sglang.srt.mem_cache import base_prefix_cache as interface
     except ImportError as error:
-        _refuse("interface for prefix caches", [f"it can not be imported ({error})"])
+        refuse("interface for prefix caches", [f"it can not be imported ({error})"])
         raise
     base: Any = getattr(interface, "BasePrefixCache", None)
     if base is None:
-        _refuse("interface for prefix caches", ["there is no BasePrefixCache"])
+        refuse("interface for prefix caches", ["there is no BasePrefixCache"])
     differences = []
     if more := set(base.__abstractmethods__) - _ABSTRACT:
         differences.append(f"it asks for {', '.join(sorted(more))}")
@@ -89,7 +94,7 @@ def check_version() -> None:
     for name, needed in _FIELDS.items():
         if lacking := needed - _fields(getattr(interface, name, type(None))):
             differences.append(f"{name} has no {', '.join(sorted(lacking))}")
-    _refuse("interface for prefix caches", differences)
+    refuse("interface for prefix caches", differences)
 
 
 def check_storage_version() -> None:
@@ -101,14 +106,14 @@ def check_storage_version() -> None:
     try:
         from sglang.srt.mem_cache import hicache_storage as interface
     except ImportError as error:
-        _refuse("interface for storages of HiCache", [f"it can not be imported ({error})"])
+        refuse("interface for storages of HiCache", [f"it can not be imported ({error})"])
         raise
     base: Any = getattr(interface, "HiCacheStorage", None)
     if base is None:
-        _refuse("interface for storages of HiCache", ["there is no HiCacheStorage"])
+        refuse("interface for storages of HiCache", ["there is no HiCacheStorage"])
     differences = []
     if more := set(base.__abstractmethods__) - _STORAGE_ABSTRACT:
         differences.append(f"it asks for {', '.join(sorted(more))}")
     if missing := {name for name in _STORAGE_ABSTRACT | _STORAGE_CALLED if not hasattr(base, name)}:
         differences.append(f"it has no {', '.join(sorted(missing))}")
-    _refuse("interface for storages of HiCache", differences)
+    refuse("interface for storages of HiCache", differences)

@@ -164,6 +164,7 @@ class UnifiedCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             and bool(events.enable_kv_cache_events)
             and kv_cache_config.hash_block_size in (None, spec.block_size),
         )
+        _check_settings(vllm_config, self._settings)
         self._block_size = spec.block_size
         self._about: WorkerAbout | None = None
         self._kind = get_kv_cache_spec_kind(spec).value
@@ -259,7 +260,10 @@ class UnifiedCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             lora=lora,
             names=lambda: request.block_hashes,
             # Their tokens do not say what is computed, or change after the fact.
-            cacheable=request.prompt_embeds is None and not request.resumable,
+            cacheable=request.prompt_embeds is None
+            and not request.resumable
+            and not getattr(request.lora_request, "load_inplace", False),
+            reads=not request.skip_reading_prefix_cache,
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -444,8 +448,19 @@ def _check_model(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"unified-cache: {model} keeps its KV in groups of these kinds: {', '.join(kinds) or 'none'}; "
             "only models whose layers all have full attention can be cached for now"
         )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        # Also where vLLM itself turns it off: attention that reads nothing but what the step computes,
+        # pooling over all tokens. A prompt of which the front is not computed would be answered wrongly.
+        raise ArgumentError(
+            f"unified-cache: prefix caching is off, by --no-enable-prefix-caching or because vLLM has none "
+            f"for {model} here (MLA on most CPUs, some pooling models), so nothing that is cached can be used"
+        )
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in (
+        "decode_context_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+    ):
         if getattr(parallel, name, 1) > 1:
             raise ArgumentError(f"unified-cache: {name} must be 1 for now, not {getattr(parallel, name)}")
     speculative = vllm_config.speculative_config
@@ -455,6 +470,23 @@ def _check_model(vllm_config: Any, kv_cache_config: Any) -> Any:
             "which can not be cached for now"
         )
     return groups[0].kv_cache_spec
+
+
+def _check_settings(vllm_config: Any, settings: VllmSettings) -> None:
+    """Refuse settings that do not go with those of vLLM."""
+    recompute = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    if settings.transfer != "async" and recompute and vllm_config.max_concurrent_batches > 1:
+        # vLLM throws away what the step of the load computed, and keeps what the next one computed from it.
+        raise ArgumentError(
+            f"unified-cache: transfer={settings.transfer!r} with kv_load_failure_policy 'recompute' needs "
+            "--no-async-scheduling: vLLM begins the next step before it knows that a load has failed; or "
+            "take transfer='async', or the policy 'fail'"
+        )
+    if settings.cache.storage is not None and vllm_config.weight_transfer_config is not None:
+        raise ArgumentError(
+            "unified-cache: weights that change at run time (--weight-transfer-config) go with no storage: "
+            "what is stored would be found for all of them; leave out the setting storage"
+        )
 
 
 def _fingerprint(vllm_config: Any, settings: VllmSettings, layers: int, block_bytes: int) -> str:

@@ -41,12 +41,14 @@ class Save:
         blocks: device blocks.
         pages: as many host pages.
         digests: uint8 (pages, 32): the pages go on to storage under these; None: they do not.
+        held: they go on once a later step says so, or never.
     """
 
     op: int
     blocks: Pages
     pages: Pages
     digests: npt.NDArray[np.uint8] | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +94,19 @@ class Step:
         loads: to begin.
         saves: to begin after the forward.
         fetches: to begin.
+        store: held saves that go on to storage now.
+        drop: held saves that never will.
     """
 
     wait: list[int] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
+    store: list[int] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.wait or self.loads or self.saves or self.fetches)
+        return bool(self.wait or self.loads or self.saves or self.fetches or self.store or self.drop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,8 @@ class _Operation:
     moved: bool = False
     read: int | None = None
     to_store: bool = False
+    held: bool = False  # it is stored only once it is known what it was computed from
+    doubtful: bool = False  # it was computed from what a load should have brought and did not
     lock: HostLockReceipt | None = None
     spare: Pages = field(default_factory=lambda: _NO_PAGES)  # free once it is stored
 
@@ -217,6 +219,9 @@ class SchedulerSide:
         self._workers = 0
         # Device blocks that a save still reads, and which.
         self._saving: dict[int, _Operation] = {}
+        # Loads that a forward reads, of which it is not known yet whether they have arrived, and the saves of
+        # what was computed meanwhile.
+        self._reading: dict[int, list[_Operation]] = {}
         self._storing_pages = 0
         self._fetching_pages = 0
         self._tree = self._config.make_tree()
@@ -271,6 +276,7 @@ class SchedulerSide:
         lora: str | None = None,
         names: Callable[[], Sequence[Any]] = tuple,
         cacheable: bool = True,
+        reads: bool = True,
     ) -> None:
         """A request has arrived: look in storage for what is not on host.
 
@@ -282,10 +288,11 @@ class SchedulerSide:
             lora: its adapter's name, for events.
             names: vLLM's hashes of its blocks, for events.
             cacheable: it may be saved and loaded.
+            reads: it may be loaded.
         """
         request = _Tracked(name, tokens, names, (extra_key, cache_salt), lora, cacheable=cacheable)
         self._requests[name] = request
-        if cacheable and self.settings.load:
+        if cacheable and reads and self.settings.load:
             self._search(request)
 
     def match(self, name: str, computed: int) -> tuple[int | None, bool]:
@@ -338,6 +345,8 @@ class SchedulerSide:
         request.saved = max(request.saved, first + count)
         self._wait_for_saves(targets.tolist())
         now = self.settings.transfer != "async"
+        if now:
+            self._reading[operation.number] = []
         self._step.loads.append(Load(operation.number, name, pages, targets, now))
         stored = max(
             0,
@@ -373,8 +382,10 @@ class SchedulerSide:
 
     @property
     def copying(self) -> bool:
-        """A save has not ended: what is on host goes on to storage only when a step of the engine sees it."""
-        return any(not operation.moved for operation in self._operations.values() if operation.kind == "save")
+        """A save has not ended, or the workers do not know it: what is on host goes on to storage only when a
+        step of the engine sees it."""
+        saves = (operation for operation in self._operations.values() if operation.kind == "save")
+        return bool(self._step) or any(not save.moved for save in saves)
 
     def finished(self, name: str) -> None:
         """A request has ended, however. Its blocks may be used anew at once: saves are waited for then."""
@@ -469,6 +480,8 @@ class SchedulerSide:
         while first < pages and request.blocks[first] in self._saving:
             first += 1
         request.saved = max(request.saved, first)
+        # Behind a page that was evicted meanwhile there may be more: one save at a time reads a block.
+        pages = next((at for at in range(first, pages) if request.blocks[at] in self._saving), pages)
         if first >= pages:
             return
         count = min(pages - first, self._make_room(pages - first))
@@ -489,9 +502,14 @@ class SchedulerSide:
             self._storing_pages += count
         elif self._guard is not None:
             self._counts["stores_given_up"] += count
+        # If one of these loads fails, what was computed beside it may be wrong, on all workers, and only one
+        # knows. Whoever shares a block with the request of the load has read it too: so all saves count.
+        operation.held = operation.to_store and bool(self._reading)
+        for saves in self._reading.values():
+            saves.append(operation)
         digests = operation.digests if operation.to_store else None
         blocks = np.asarray(operation.blocks, np.uint32)
-        self._step.saves.append(Save(operation.number, blocks, operation.pages, digests))
+        self._step.saves.append(Save(operation.number, blocks, operation.pages, digests, operation.held))
 
     def _saved(self, operation: _Operation, pages: int) -> None:
         """The bytes are on host, on all workers, or they never will be."""
@@ -500,12 +518,22 @@ class SchedulerSide:
         for block in operation.blocks:
             if self._saving.get(block) is operation:
                 del self._saving[block]
+        if pages < len(operation.pages):
+            self._counts["failed_copies"] += 1
+        if operation.doubtful:
+            self._counts["saves_dropped"] += len(operation.pages)
+            pages = 0
+        if operation.held:
+            operation.to_store = pages > 0
+            (self._step.store if pages else self._step.drop).append(operation.number)
+            if not pages:
+                self._storing_pages -= len(operation.pages)
         if operation.epoch != self._epoch:
             if not operation.to_store:
                 self._end(operation)
             return
         if pages < len(operation.pages):
-            self._counts["failed_copies"] += 1
+            operation.request.saved = min(operation.request.saved, operation.first + pages)
         taken = self._give(operation, pages)
         if operation.to_store:
             # What the tree has not taken is still read by the threads that store it.
@@ -670,9 +698,12 @@ class SchedulerSide:
         elif operation.kind == "load":
             if operation.epoch == self._epoch and operation.plan is not None:
                 operation.plan.cancel()
+            saves = self._reading.pop(operation.number, [])
             if report.pages < len(operation.pages):
                 self._counts["failed_copies"] += 1
                 operation.request.load_failed = True
+                for save in saves:
+                    save.doubtful = True
             self._end(operation)
         elif operation.search is not None:
             operation.read = report.pages
@@ -754,6 +785,7 @@ class SchedulerSide:
 _COUNTS = (
     "saves",
     "saves_given_up",  # pages that found no room on host
+    "saves_dropped",  # pages that were computed from a load that has failed
     "loads",
     "fetches",
     "failed_copies",

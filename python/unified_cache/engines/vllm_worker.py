@@ -126,8 +126,10 @@ class WorkerSide:
         self._reads: dict[ReadBatch, int] = {}
         self._writes: dict[WriteJob, int] = {}
         self._to_store: dict[int, WriteJob] = {}  # by save: as soon as its bytes are on host
+        self._held: set[int] = set()  # of these: only when a step says so
         self._failed_blocks: set[int] = set()
         self._reports: list[Report] = []
+        self._unsaved: Step | None = None  # a step whose saves have not begun
         self._open_saves: list[tuple[Save, _Copy]] = []  # of this step, in transfer="layers"
         self._saved_parts = 0
         self._ended_loads: list[str] = []
@@ -232,9 +234,19 @@ class WorkerSide:
 
     def before_step(self, step: Step) -> None:
         """Nothing of this step has touched a block yet: wait for saves of blocks that are written anew."""
+        if self._unsaved is not None:
+            # vLLM leaves out the end of a step in places, such as with drafts on all but the last stage.
+            self.start_saves(self._unsaved)
+        for op in step.store:
+            self._held.discard(op)
+            self._saved(op, failed=False)
+        for op in step.drop:
+            self._held.discard(op)
+            self._to_store.pop(op, None)
         for op in step.wait:
             if op in self._saves:
                 self._saves[op].wait()
+        self._unsaved = step
 
     def start_loads(self, step: Step) -> None:
         """Begin loads and fetches; the forward of this step may be over already, or not."""
@@ -296,6 +308,7 @@ class WorkerSide:
             if save.digests is not None:
                 self._store(save)
         self._open_saves = []
+        self._unsaved = None
 
     def finished(self) -> set[str]:
         """The requests whose loads have ended since the last call, well or not, and that wait for it."""
@@ -390,12 +403,16 @@ class WorkerSide:
         views, addresses = self._objects.of(save.pages)
         job = WriteJob(self._keys.keys(save.digests), views, addresses, self._keys.groups)
         self._to_store[save.op] = job
+        if save.held:
+            self._held.add(save.op)
 
-    def _saved(self, op: int, copy: _Copy) -> None:
+    def _saved(self, op: int, *, failed: bool) -> None:
+        if op in self._held:
+            return
         job = self._to_store.pop(op, None)
         if job is None:
             return
-        if copy.failed or self._writer is None:
+        if failed or self._writer is None:
             self._reports.append(Report(op, "stored", 0))
         else:
             self._writes[job] = op
@@ -418,7 +435,7 @@ class WorkerSide:
             if copy.done:
                 del self._saves[op]
                 self._reports.append(Report(op, "moved", 0 if copy.failed else copy.pages))
-                self._saved(op, copy)
+                self._saved(op, failed=copy.failed)
         for op, (load, copy) in list(self._loads.items()):
             if copy.done:
                 del self._loads[op]

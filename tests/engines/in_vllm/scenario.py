@@ -26,12 +26,14 @@ os.environ.update(
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import LLM, SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig, WeightTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
 BLOCK = 32
 PROMPT = [(at * 7919) % 500 + 5 for at in range(300)]
+# Goes its own way after 5 blocks.
+BRANCH = PROMPT[:160] + [(at * 31) % 490 + 5 for at in range(140)]
 
 
 class Engine:
@@ -75,10 +77,12 @@ class Engine:
 
         scheduler.schedule, scheduler._preempt_request = counted, noted
 
-    def ask(self, tokens: int = 8, lora: Any = None, salt: str | None = None) -> dict[str, Any]:
+    def ask(
+        self, tokens: int = 8, lora: Any = None, salt: str | None = None, prompt: list[int] = PROMPT
+    ) -> dict[str, Any]:
         """Tokens, log-probabilities, and how many tokens the scheduler ran."""
         self.steps.clear()
-        given: Any = {"prompt_token_ids": PROMPT}
+        given: Any = {"prompt_token_ids": prompt}
         if salt is not None:
             given["cache_salt"] = salt
         answer = self.llm.generate(given, _greedy(tokens), use_tqdm=False, lora_request=lora)[0].outputs[0]
@@ -148,6 +152,7 @@ def first(folder: Path) -> dict[str, Any]:
     crowd = [PROMPT[:96] + [5 + (at * 31 + step) % 490 for step in range(170)] for at in range(6)]
     plain = Engine(model, None)
     result["plain"] = plain.ask()
+    result["plain, branch"] = plain.ask(prompt=BRANCH)
     result["crowd, one by one"] = []
     for prompt in crowd:
         plain.flush(host=False)
@@ -203,6 +208,12 @@ def second(folder: Path) -> dict[str, Any]:
             with engine.broken_loads() as hit:
                 result[f"{name}, broken load"] = engine.ask()
             result[f"{name}, broken blocks"] = sum(hit)
+            # The same where the step that reads the garbage fills blocks from it.
+            engine.flush(host=False)
+            with engine.broken_loads() as hit:
+                result[f"{name}, branch, broken load"] = engine.ask(prompt=BRANCH)
+            engine.flush(host=False)
+            result[f"{name}, branch, host"] = engine.ask(prompt=BRANCH)
         engine.close()
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     engine = Engine(model, {}, enable_lora=True, max_lora_rank=8, kv_events_config=events)
@@ -221,15 +232,20 @@ def second(folder: Path) -> dict[str, Any]:
     for name, lora in (("bare", None), ("one", loras[0]), ("two", loras[1])):
         result[f"lora {name} again"] = engine.ask(lora=lora)
     engine.settle()
+    # The same name and path, and perhaps other weights.
+    anew = LoRARequest("two", 2, str(folder / "two"), load_inplace=True)
+    for name in ("lora in place", "lora in place again"):
+        engine.flush(host=False)
+        result[name] = engine.ask(lora=anew)
     result["stored"] = [
         [event.medium, event.lora_name, len(event.block_hashes), len(event.token_ids)] for event in taken
     ]
     engine.close()
     from unified_cache.engines import vllm as face
 
-    def refused(name: str, of: str = "llama", extra: dict[str, Any] | None = None) -> None:
+    def refused(name: str, of: str = "llama", extra: dict[str, Any] | None = None, **settings: Any) -> None:
         try:
-            Engine(folder / of, extra or {})
+            Engine(folder / of, extra or {}, **settings)
         except Exception as error:
             result[f"refused {name}"] = f"{type(error).__name__}: {error}"
         gc.collect()
@@ -237,6 +253,16 @@ def second(folder: Path) -> dict[str, Any]:
     elsewhere = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="tpu")
     refused("setting", extra={"hicache_sise": 1})
     refused("model", of="gemma")
+    refused("prefix caching", of="mla")
+    refused(
+        "new weights",
+        extra={"storage": str(folder / "store")},
+        weight_transfer_config=WeightTransferConfig(backend="ipc"),
+    )
+    batches = VllmConfig.max_concurrent_batches
+    VllmConfig.max_concurrent_batches = property(lambda self: 2)
+    refused("overlap", extra={"transfer": "sync"})
+    VllmConfig.max_concurrent_batches = batches
     for name, attribute, value in (
         ("version", "_USED", ("start_load_kv", "a_call_of_another_version")),
         ("platform", "current_platform", elsewhere),

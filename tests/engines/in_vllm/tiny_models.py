@@ -1,4 +1,4 @@
-"""Models made on the spot: a Llama of 4 layers with 2 KV heads of 64, two adapters of it, a Gemma."""
+"""Models made on the spot: a Llama of 4 layers with 2 KV heads, adapters of it, a Gemma, one with MLA."""
 
 from __future__ import annotations
 
@@ -95,9 +95,45 @@ def make_gemma(folder: str | Path, tokenizer_of: str | Path) -> None:
         shutil.copy(file, folder)
 
 
+def make_mla(folder: str | Path, tokenizer_of: str | Path) -> None:
+    """A model with MLA, without experts."""
+    import shutil
+
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=2,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        head_dim=64,
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    for file in Path(tokenizer_of).glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
 if __name__ == "__main__":
     to = Path(sys.argv[1])
     make(to / "llama")
     make_lora(to / "one", 1)
     make_lora(to / "two", 2)
     make_gemma(to / "gemma", to / "llama")
+    make_mla(to / "mla", to / "llama")

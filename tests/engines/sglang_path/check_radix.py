@@ -233,6 +233,7 @@ class Scheduler:
         while self.cache.ongoing_write_through or self.cache.ongoing_prefetch:
             self.cache.check_hicache_events()
         self.check()
+        assert self.cache.protected_size() == 0, "a lock was not given back"
         self.cache.reset()
         self.rows.clear()
         self.allocator.clear()
@@ -337,6 +338,24 @@ def check_storage_comes_and_goes(folder: Path) -> None:
     assert serve(scheduler, prompt) == (0, 0, 0)
     scheduler.flush()
     assert serve(scheduler, prompt) == (0, 0, 44)
+    # Others still, and nobody says what they are called: none of these pages are theirs.
+    cache.new_weights(None)
+    assert not cache.enable_storage
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 0)
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 44)
+    cache.new_weights("2")
+    scheduler.flush()
+    assert serve(scheduler, prompt) == (0, 0, 44)
+    scheduler.flush()
+    # What was read and waits for its request, which is not looked at while SGLang pauses, is not under way.
+    scheduler.arrive()
+    assert cache.ongoing_prefetch
+    cache.settle()
+    assert not cache.ongoing_prefetch
+    assert scheduler.waiting
+    scheduler.flush()
     sglang_radix.get_serving = lambda: SimpleNamespace(weight_version=None)
     cache.release_host_resources()
 

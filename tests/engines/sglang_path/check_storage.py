@@ -113,10 +113,27 @@ def check_names(folder: Path) -> None:
     sglang_storage.get_serving = lambda: SimpleNamespace(weight_version=versions["now"])
     storage = opened(store, pool)
     assert storage.batch_set_v1(keys(3), slots([0])) == [True]
+    # Other weights: nothing until SGLang has emptied its cache, since what it holds may be of both.
+    storage.new_weights("2")
     versions["now"] = "2"
     assert storage.batch_exists(keys(3)) == 0
+    assert storage.batch_set_v1(keys(4), slots([0])) == [False]
+    storage.flushed()
+    assert storage.batch_exists(keys(3)) == 0
+    assert storage.batch_set_v1(keys(4), slots([0])) == [True]
+    assert opened(store, pool).batch_exists(keys(4)) == 1
+    storage.new_weights("1")
     versions["now"] = "1"
+    storage.flushed()
     assert storage.batch_exists(keys(3)) == 1
+    # And others still that nobody has named: they share nothing with anybody.
+    storage.new_weights(None)
+    storage.flushed()
+    assert storage.batch_exists(keys(3)) == 0
+    assert storage.batch_set_v1(keys(5), slots([0])) == [True]
+    storage.flushed()
+    assert storage.batch_exists(keys(5)) == 1
+    assert opened(store, pool).batch_exists(keys(5)) == 0
 
 
 def check_tensors(folder: Path) -> None:

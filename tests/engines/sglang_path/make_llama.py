@@ -1,4 +1,4 @@
-"""make_llama.py FOLDER: a Llama of 4 layers with random weights, and a tokenizer, as engines take them."""
+"""make_llama.py FOLDER [SEED]: a Llama of 4 layers with random weights, and a tokenizer."""
 
 import sys
 
@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 512
 
 
-def main(folder: str) -> None:
-    torch.manual_seed(7)
+def main(folder: str, seed: int = 7) -> None:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -39,4 +39,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
