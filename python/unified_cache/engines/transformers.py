@@ -47,6 +47,7 @@ class Generation:
         storage_hit_tokens: those that came from storage.
         ttft_seconds: from the call to the first token of the answer.
         seconds: from the call to the last one.
+        logprobs: natural logarithm of each token's probability.
         margins: for each token of the answer, by how much its logit won, in standard deviations of all
             logits of that step. Where it is near to nothing, rounding decides.
     """
@@ -58,6 +59,7 @@ class Generation:
     storage_hit_tokens: int = 0
     ttft_seconds: float = 0.0
     seconds: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
 
 
@@ -90,6 +92,7 @@ class _Forward:
         """Compute `tokens`, which follow those that `kv` holds; returns the token that comes next."""
         logits = _logits(self._model, tokens, self.kv, self._argument)
         best = logits.topk(2)
+        logprob = best.values[0] - logits.logsumexp(0)
         margin = (best.values[0] - best.values[1]) / logits.std()
         generation = self.generation
         token = int(best.indices[0])  # on a GPU this waits for the forward, so the clock is read after it
@@ -97,6 +100,7 @@ class _Forward:
         if not generation.tokens:
             generation.ttft_seconds = generation.seconds
         generation.tokens.append(token)
+        generation.logprobs.append(float(logprob))
         generation.margins.append(float(margin))
         return token
 
