@@ -69,7 +69,7 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "no cache",
         "+ storage",
         "first token, p90",
-        "12 answers through the cache, every one token for token",
+        "16 answers of the engine, every one token for token",
         str(figure),
     ):
         assert shown in out

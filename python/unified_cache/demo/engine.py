@@ -2,8 +2,8 @@
 
     python examples/engine.py
 
-It is here to be copied from. A request is in one of three places, and each step of the engine goes through them
-in this order; the calls of the cache stand in the methods named here:
+It is here to be copied from. These are the calls of the cache in the order in which a request meets them, and
+the methods of `Engine` that they are in:
 
     step       cache.tick()                    once a step: takes the copies that have ended, starts others
     _decodes   request.wait()                  what the request has come to share with others is there
@@ -22,8 +22,9 @@ in this order; the calls of the cache stand in the methods named here:
     _put_off   request.insert(), abort()       no room there either: what the tree keeps is hit later, when
     _begin     cache.begin(..., resumed=True)  the rest is computed again
 
-Whatever was loaded may turn out not to have arrived (`CopyError`, from `wait`, a forward or `insert`). Nothing
-that such a forward has found is used: the request gives everything back, and is computed again.
+What was loaded may turn out not to have arrived: `wait`, the forward or `insert` is a `CopyError` then.
+Nothing that such a forward has found is used; the request gives everything back, and computes what it can not
+load.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unified_cache._torch import torch
 from unified_cache.cache import UnifiedCache
 from unified_cache.config import CacheConfig
 from unified_cache.demo.model import HEAD_DIM, KV_HEADS, ModelSize, make_model
@@ -334,8 +336,8 @@ class Engine:
                 strict=True,
             )
         except CopyError:
-            # Nobody says whose bytes are missing. Those who waited for theirs have them, and go on in the next
-            # step. The others give back what they hold, or it would be tried again and again for their sake.
+            # Nobody says whose bytes are missing. Those who waited for theirs have them, and go on in the
+            # next step. The others give back what they hold, or it would be copied again for their sake.
             self._let_go()
             for sequence in [sequence for sequence in self._batch if not sequence.settled]:
                 self._start_over(sequence, load=False)
@@ -428,9 +430,8 @@ class Engine:
                 if last.priority >= sequence.priority:
                     return False  # one of them will end
                 self._put_off(last)
-            elif not self._let_go(but=sequence) and error is not None:
-                if not self._last_room(sequence, error):
-                    return False
+            elif not self._let_go(but=sequence) and error and not self._last_room(sequence, error):
+                return False
 
     def _fits(self, sequence: _Sequence) -> bool:
         """There seems to be room for a sequence, and for the next page of each that runs.
@@ -439,7 +440,10 @@ class Engine:
         """
         if not self._running:
             return True
-        room = self._cache.usage()["device_free_pages"] * self._pool.page_size + self._cache.tree.evictable_tokens
+        room = (
+            self._cache.usage()["device_free_pages"] * self._pool.page_size
+            + self._cache.tree.evictable_tokens
+        )
         there = 0 if sequence.held.retracted else sequence.held.device_length
         return room - len(self._running) * self._pool.page_size >= len(sequence.tokens) - there
 
@@ -520,54 +524,85 @@ class Engine:
         return False
 
 
-# What the example serves: too much for the device, so that all tiers have something to do.
+# What `python examples/engine.py` serves: more than the device holds, so that all tiers have something to do.
 
 PAGE_SIZE = 16
 MODEL = ModelSize(layers=4, hidden=256, intermediate=704)
-TRAFFIC = Traffic(clients=4, turns=3, system=96, question=(60, 120), answer=24)
+TRAFFIC = Traffic(clients=4, turns=4, system=96, question=(60, 120), answer=24)
 DEVICE_PAGES = 56
 
 
-def _make_engine(model: Any, folder: str) -> tuple[UnifiedCache, Engine]:
+def make_engine(model: Any, name: str, storage: str) -> tuple[UnifiedCache, Engine]:
+    """An engine and its cache, which has to be closed."""
     pool = MhaDevicePool(DEVICE_PAGES, PAGE_SIZE, MODEL.layers, KV_HEADS, HEAD_DIM, device=model.device)
     config = CacheConfig(
         page_size=PAGE_SIZE,
         write_policy="write_through",
         hicache_ratio=4.0,
-        storage=folder,
-        model="engine-example",
+        storage=storage,
+        model=name,  # with other weights it has to be another one
         prefetch_policy="wait_complete",
         prefetch_threshold=PAGE_SIZE,
-        storage_warm=0.0,  # so that what comes from storage is seen to come from there
+        storage_warm=0.0,  # what is read is what was asked for
     )
     cache = UnifiedCache(config, pool)
     return cache, Engine(model, cache, pool, chunk=128)
 
 
-def _serve(model: Any, seed: int, folder: str) -> bool:
+def serve(model: Any, storage: str, seed: int) -> bool:
     """Print a line for each answer; False if one is not what the model gives without a cache."""
-    clients = Clients(TRAFFIC, seed)
-    reference = Reference(model, clients, TRAFFIC)
-    print(
-        f"{'client':>6}{'turn':>6}{'prompt':>8}{'device':>8}{'host':>6}{'storage':>9}{'first token':>13}  answer"
-    )
-    equal = True
-    for turn in range(1, TRAFFIC.turns + 1):
-        # A new cache each time, as after a restart of the process: what is on device and host is gone.
-        cache, engine = _make_engine(model, folder)
+    reference = Reference(model, Clients(TRAFFIC, seed), TRAFFIC)
+    print("turn  client  prompt  device  host  storage  computed  first token  answer")
+    equal, half = True, TRAFFIC.turns // 2
+    for turns in (range(1, half + 1), range(half + 1, TRAFFIC.turns + 1)):
+        # As after a restart of the process: what was on device and on host is gone.
+        cache, engine = make_engine(model, f"engine-example-{seed}", storage)
         with cache:
-            asked = {engine.add(one.prompt, TRAFFIC.answer): one for one in reference.round(lambda: None)}
-            while not engine.idle:
-                for event in engine.step():
-                    if event.error is not None:
-                        raise event.error
-                    if (done := event.generation) is None:
-                        continue
-                    expected = asked[event.id]
-                    equal &= (same := done.tokens == expected.reference.tokens)
-                    print(
-                        f"{expected.client:>6}{turn:>6}{done.prompt_tokens:>8}{done.device_hit_tokens:>8}"
-                        f"{done.host_hit_tokens:>6}{done.storage_hit_tokens:>9}"
-                        f"{1e3 * done.ttft_seconds:>10.0f} ms  {'as without a cache' if same else 'DIFFERS'}"
-                    )
+            for turn in turns:
+                asked = {engine.add(each.prompt, TRAFFIC.answer): each for each in reference.round()}
+                while not engine.idle:
+                    for event in engine.step():
+                        if event.error is not None:
+                            raise event.error
+                        if (got := event.generation) is None:
+                            continue  # a token; a server would send it now
+                        hits = (got.device_hit_tokens, got.host_hit_tokens, got.storage_hit_tokens)
+                        same = got.tokens == asked[event.id].reference.tokens
+                        equal = equal and same
+                        print(
+                            f"{turn:4}{asked[event.id].client:8}{got.prompt_tokens:8}"
+                            f"{hits[0]:8}{hits[1]:6}{hits[2]:9}{got.prompt_tokens - sum(hits):10}"
+                            f"{1e3 * got.ttft_seconds:10.0f} ms  {'equal' if same else 'DIFFERS'}",
+                            flush=True,
+                        )
+        if turns.stop <= TRAFFIC.turns:
+            print("(restart)")
     return equal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve a few conversations; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="what is left after the restart, such as mmap:///tmp/kv?size=1GB (default: a folder that is "
+        "removed afterwards)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of weights and prompts (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the model is tiny
+    model = make_model(MODEL, given.seed, TRAFFIC.longest, "cpu")
+    try:
+        with tempfile.TemporaryDirectory(prefix="unified-cache-engine-") as folder:
+            equal = serve(model, given.storage or folder, given.seed)
+    except (UnifiedCacheError, OSError) as error:
+        print(f"engine.py: {error}", file=sys.stderr)
+        return 1
+    if not equal:
+        print("engine.py: an answer is not what the model gives without a cache", file=sys.stderr)
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

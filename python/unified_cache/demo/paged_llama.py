@@ -1,8 +1,8 @@
 """The forward of a Llama over paged keys and values, for a batch that mixes parts of prompts and decodes.
 
-The tokens of all sequences lie one after the other in one tensor, as engines have them: projections, norms and
-MLPs see a single long row, and attention alone knows where a sequence begins and ends. Weights are those of a
-`LlamaForCausalLM` of transformers, whose own modules compute all that is not attention.
+The tokens of all sequences lie one after the other in one tensor, as engines have them: projections, norms
+and MLPs see a single long row, and attention alone knows where a sequence begins and ends. Weights are those
+of a `LlamaForCausalLM` of transformers, whose own modules compute all that is not attention.
 """
 
 from __future__ import annotations
@@ -168,20 +168,19 @@ class PagedLlama:
         keys[batch.page, batch.slot] = _rotate(weights.k_proj(hidden).view(heads), batch.rotation)
         values[batch.page, batch.slot] = weights.v_proj(hidden).view(heads)
         attended = torch.empty_like(queries)
-        rows = zip(queries.split(batch.counts), attended.split(batch.counts), strict=True)
-        for at, (own, out) in enumerate(rows):
-            pages, mask, stop = batch.reads[at], batch.masks[at], batch.stops[at]
-            out.copy_(
-                torch.nn.functional.scaled_dot_product_attention(
-                    own.transpose(0, 1)[None],
-                    # (pages, page_size, heads, head_dim) -> (1, heads, tokens, head_dim)
-                    keys[pages].flatten(0, 1)[:stop].transpose(0, 1)[None],
-                    values[pages].flatten(0, 1)[:stop].transpose(0, 1)[None],
-                    attn_mask=mask,
-                    is_causal=mask is None and len(own) > 1,
-                    enable_gqa=True,
-                )[0].transpose(0, 1)
-            )
+        begin = 0
+        for count, stop, pages, mask in zip(batch.counts, batch.stops, batch.reads, batch.masks, strict=True):
+            rows = slice(begin, begin + count)
+            begin += count
+            attended[rows] = torch.nn.functional.scaled_dot_product_attention(
+                queries[rows].transpose(0, 1)[None],
+                # (pages, page_size, heads, head_dim) -> (1, heads, tokens, head_dim)
+                keys[pages].flatten(0, 1)[:stop].transpose(0, 1)[None],
+                values[pages].flatten(0, 1)[:stop].transpose(0, 1)[None],
+                attn_mask=mask,
+                is_causal=mask is None and count > 1,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
         return attended.flatten(1)
 
     def _tensor(self, numbers: npt.NDArray[Any]) -> torch.Tensor:

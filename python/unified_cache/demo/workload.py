@@ -101,7 +101,7 @@ class Reference:
         self._answer = traffic.answer
         self.redrawn = 0
 
-    def round(self, served: Callable[[], object]) -> list[Turn]:
+    def round(self, served: Callable[[], object] = lambda: None) -> list[Turn]:
         """A question of every client. Calls `served` after each."""
         turns = []
         for client in self._clients.round():
