@@ -2,8 +2,8 @@
 
 Many users hold conversations with a small Llama of random weights. Each turn sends all that was said before,
 so its beginning was computed already, if only it was kept. Two engines of one size serve the same requests,
-round by round in turns, one of them with the cache. An answer that differs is an error (exit status 1), unless
-the model was undecided there, by no more than rounding.
+round by round in turns, one of them with the cache. An answer that differs is an error (exit status 1),
+unless the model was undecided there, by no more than rounding.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def _print_table(
     # Numbers and names are printed as they are: no markup, no colours for what looks like a number.
     console = Console(highlight=False, markup=False)
     console.print(
-        f"{size.name} on {device}; {traffic.clients} users, {traffic.turns} turns each, {plan.concurrent} at a "
-        f"time, order {plan.order!r}; prompts up to {traffic.longest - traffic.answer} tokens, "
+        f"{size.name} on {device}; {traffic.clients} users, {traffic.turns} turns each, {plan.order}, "
+        f"{plan.concurrent} at a time; prompts up to {traffic.longest - traffic.answer:,} tokens, "
         f"{traffic.expected:,} in all conversations; room for {tiers}"
     )
     console.print(table)

@@ -366,12 +366,7 @@ class Engine:
 
     def _found(self, sequence: _Sequence, token: int, logprob: float, margin: float) -> None:
         generation = sequence.generation
-        generation.seconds = time.perf_counter() - sequence.begun
-        if not generation.tokens:
-            generation.ttft_seconds = generation.seconds
-        generation.tokens.append(token)
-        generation.logprobs.append(logprob)
-        generation.margins.append(margin)
+        generation.add(token, logprob, margin, seconds=time.perf_counter() - sequence.begun)
         sequence.tokens.append(token)
         if len(sequence.tokens) < sequence.length:
             self._events.append(Event(sequence.id, token))

@@ -1,9 +1,8 @@
-"""Serve a causal model of `transformers` through a `UnifiedCache`.
+"""Causal models of `transformers`: on the pages of a device pool, and without a cache.
 
-`PagedRunner` is the smallest engine there can be: one request at a time, greedy. What it shows is the whole
-contract: keys and values of a prefix that was computed before come from the pool's pages, only the rest of
-the prompt is computed, and what is computed goes into the request's pages. `PagedModel` is the half of it
-that knows no cache, for engines that schedule in another way.
+`PagedModel` is what an engine needs that computes one request at a time: keys and values of what was computed
+before come from the pool's pages, and those of what is computed go there. It knows no cache. (An engine that
+computes many at once is `unified_cache.demo.engine`.)
 """
 
 import inspect
@@ -16,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache._torch import torch
-from unified_cache.cache import UnifiedCache
 from unified_cache.errors import ArgumentError, MissingDependencyError
 from unified_cache.pools.allocator import Pages
 from unified_cache.pools.device import MhaDevicePool
-from unified_cache.request import Request
 
 try:
     from transformers import DynamicCache
@@ -30,7 +27,7 @@ except ImportError as error:
         f"this needs transformers, which can not be imported ({error}): pip install 'unified-cache[demo]'"
     ) from None
 
-__all__ = ["Generation", "PagedModel", "PagedRunner", "generate_uncached"]
+__all__ = ["Generation", "PagedModel", "generate_uncached"]
 
 _Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -45,8 +42,8 @@ class Generation:
         device_hit_tokens: tokens of the prompt that lay in the device pool.
         host_hit_tokens: those that came from the host pool.
         storage_hit_tokens: those that came from storage.
-        ttft_seconds: from the call to the first token of the answer.
-        seconds: from the call to the last one.
+        ttft_seconds: from the request's arrival to the first token of the answer.
+        seconds: from its arrival to the last one.
         logprobs: natural logarithm of each token's probability.
         margins: for each token of the answer, by how much its logit won, in standard deviations of all
             logits of that step. Where it is near to nothing, rounding decides.
@@ -61,6 +58,15 @@ class Generation:
     seconds: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+
+    def add(self, token: int, logprob: float, margin: float, *, seconds: float) -> None:
+        """The next token was found, so long after the request has arrived."""
+        self.seconds = seconds
+        if not self.tokens:
+            self.ttft_seconds = seconds
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.margins.append(margin)
 
 
 def _kv_argument(model: Any) -> str:
@@ -78,44 +84,29 @@ def _logits(model: Any, tokens: _Tokens, kv: Any, kv_argument: str) -> torch.Ten
     return logits
 
 
-class _Forward:
-    """The model's forward over new tokens, with a cache of keys and values; adds to a `Generation`."""
+def generate_uncached(model: Any, tokens: Sequence[int], max_new_tokens: int) -> Generation:
+    """What the model answers with nothing kept from earlier requests: the reference for engines with a cache.
 
-    def __init__(self, model: Any, generation: Generation) -> None:
-        self._model = model
-        self.generation = generation
-        self._argument = _kv_argument(model)
-        self._begun = time.perf_counter()
-        self.kv = DynamicCache(config=model.config)
+    Greedy, and always `max_new_tokens` long. Within the request the model keeps keys and values, as usual.
 
-    def __call__(self, tokens: Sequence[int]) -> int:
-        """Compute `tokens`, which follow those that `kv` holds; returns the token that comes next."""
-        logits = _logits(self._model, tokens, self.kv, self._argument)
+    Raises:
+        ArgumentError: an empty prompt, or no token asked for.
+    """
+    if len(tokens) == 0:
+        raise ArgumentError("tokens must not be empty: there is nothing to answer")
+    if max_new_tokens < 1:
+        raise ArgumentError(f"max_new_tokens must be an integer >= 1, not {max_new_tokens}")
+    generation = Generation(prompt_tokens=len(tokens))
+    begun = time.perf_counter()
+    kv, argument = DynamicCache(config=model.config), _kv_argument(model)
+    while len(generation.tokens) < max_new_tokens:
+        logits = _logits(model, generation.tokens[-1:] or tokens, kv, argument)
         best = logits.topk(2)
         logprob = best.values[0] - logits.logsumexp(0)
         margin = (best.values[0] - best.values[1]) / logits.std()
-        generation = self.generation
-        token = int(best.indices[0])  # on a GPU this waits for the forward, so the clock is read after it
-        generation.seconds = time.perf_counter() - self._begun
-        if not generation.tokens:
-            generation.ttft_seconds = generation.seconds
-        generation.tokens.append(token)
-        generation.logprobs.append(float(logprob))
-        generation.margins.append(float(margin))
-        return token
-
-
-def generate_uncached(model: Any, tokens: Sequence[int], max_new_tokens: int) -> Generation:
-    """What the model answers with nothing kept from earlier requests: the reference for `PagedRunner`.
-
-    Greedy, and always `max_new_tokens` long. Within the request the model keeps keys and values, as usual.
-    """
-    _check(tokens, max_new_tokens)
-    generation = Generation(prompt_tokens=len(tokens))
-    forward = _Forward(model, generation)
-    token = forward(tokens)
-    for _ in range(max_new_tokens - 1):
-        token = forward([token])
+        # On a GPU this waits for the forward, so the clock is read after it.
+        found = int(best.indices[0]), float(logprob), float(margin)
+        generation.add(*found, seconds=time.perf_counter() - begun)
     return generation
 
 
@@ -136,7 +127,7 @@ class PagedModel:
         layers = DynamicCache(config=model.config).layers
         if any(type(layer) is not DynamicLayer for layer in layers):
             raise ArgumentError(
-                "model has layers that do not keep all keys and values: this runner can not serve it"
+                "model has layers that do not keep all keys and values: it can not be served from pages"
             )
         heads = model.config.num_key_value_heads
         # `head_dim` is not in every configuration, and None in some.
@@ -197,82 +188,3 @@ class PagedModel:
 
     def _index(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device)
-
-
-class PagedRunner:
-    """Serves one request after the other through a cache.
-
-    Args:
-        model: a causal language model of `transformers` with full attention in every layer.
-        cache: the cache; its pool is `pool`.
-        pool: the device pool that the cache manages, with the model's layers, heads of keys and values,
-            elements a head and element type.
-
-    Raises:
-        ArgumentError: a pool that does not fit the model, or a model whose layers keep something other than
-            all keys and values.
-    """
-
-    def __init__(self, model: Any, cache: UnifiedCache, pool: MhaDevicePool) -> None:
-        self._paged = PagedModel(model, pool)
-        self._model = model
-        self._cache = cache
-
-    def generate(self, tokens: Sequence[int], max_new_tokens: int) -> Generation:
-        """Answer a prompt, greedily and always with `max_new_tokens` tokens.
-
-        Whatever is raised inside, the request is aborted first: its pages and locks are given back.
-
-        Raises:
-            ArgumentError: an empty prompt, or no token asked for.
-            CapacityError: the device pool can not hold the request.
-            CopyError: what was hit did not arrive.
-        """
-        _check(tokens, max_new_tokens)
-        generation = Generation(prompt_tokens=len(tokens))
-        forward = _Forward(self._model, generation)
-        request = self._cache.begin(tokens)
-        try:
-            self._answer(request, forward, tokens, max_new_tokens)
-            request.finish()
-        except BaseException:
-            request.abort()
-            raise
-        self._cache.tick()
-        return generation
-
-    def _answer(
-        self, request: Request, forward: _Forward, tokens: Sequence[int], max_new_tokens: int
-    ) -> None:
-        pages = self._admit(request, forward.generation)
-        hit = request.device_length
-        self._paged.read(forward.kv, pages, hit)
-        token = forward(tokens[hit:])
-        self._paged.write(forward.kv, pages, hit, len(tokens))
-        # Others can hit the prompt from here on, and its way to the host begins behind the decoding.
-        request.insert()
-        self._cache.tick()
-        for length in range(len(tokens), len(tokens) + max_new_tokens - 1):
-            pages = request.extend([token])
-            token = forward([token])
-            self._paged.write(forward.kv, pages, length, length + 1)
-
-    def _admit(self, request: Request, generation: Generation) -> Pages:
-        """Bring everything that is hit to device; returns the pages for the whole prompt."""
-        on_device = request.device_length
-        request.wait_prefetch()
-        request.load_back()
-        pages = request.extend()
-        request.wait()
-        loaded = request.device_length - on_device
-        generation.device_hit_tokens = on_device
-        generation.storage_hit_tokens = min(request.storage_hit_length, loaded)
-        generation.host_hit_tokens = loaded - generation.storage_hit_tokens
-        return pages
-
-
-def _check(tokens: Sequence[int], max_new_tokens: int) -> None:
-    if len(tokens) == 0:
-        raise ArgumentError("tokens must not be empty: there is nothing to answer")
-    if max_new_tokens < 1:
-        raise ArgumentError(f"max_new_tokens must be an integer >= 1, not {max_new_tokens}")
