@@ -490,13 +490,22 @@ class Engine:
         self._running.remove(sequence)
         insort(self._waiting, sequence, key=_rank)
 
-    def _let_go(self, but: _Sequence | None = None) -> bool:
-        """Those that are begun and have computed nothing give back what they keep; False if there is none."""
-        begun = [sequence for sequence in self._waiting if sequence.begun_only and sequence is not but]
-        for sequence in begun:
+    def _let_go(self, but: _Sequence | None = None, *, retracted: bool = False) -> bool:
+        """Those that wait give back what they keep; False if none of them keeps anything.
+
+        Args:
+            but: not this one.
+            retracted: also those that have computed something, and will compute it again.
+        """
+        keep = [
+            sequence
+            for sequence in self._waiting
+            if (sequence.begun_only or (retracted and sequence.request is not None)) and sequence is not but
+        ]
+        for sequence in keep:
             self._give_back(sequence)
-        self._tight = self._tight or bool(begun)
-        return bool(begun)
+        self._tight = self._tight or bool(keep)
+        return bool(keep)
 
     def _give_back(self, sequence: _Sequence) -> None:
         if sequence.request is not None:
@@ -505,14 +514,13 @@ class Engine:
         sequence.slots = sequence.computed = 0
 
     def _last_room(self, sequence: _Sequence, error: CapacityError) -> bool:
-        """Nobody is left who could make room: wait for what is under way, once; then the sequence has failed.
-
-        Returns:
-            It may try again.
-        """
+        """Nothing else is on device, and there is no room: may this one try again? If not, it has failed."""
         if not sequence.waited:
             sequence.waited = True
-            self._cache.flush(_LAST_WAIT_SECONDS)
+            self._cache.flush(_LAST_WAIT_SECONDS)  # what is under way may make room
+            return True
+        # What a retracted one shares stays on device if the host has no room for it.
+        if self._let_go(sequence, retracted=True):
             return True
         self.abort(sequence.id)
         self._events.append(Event(sequence.id, None, error=error))
