@@ -13,7 +13,7 @@ from unified_cache.cli import main
 
 
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["nonsense"], ["demo", "--nonsense"], ["demo", "--seed", "x"]):
+    for arguments in ([], ["nonsense"], ["demo", "--nonsense"], ["bench", "--seed", "x"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
@@ -24,6 +24,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, shown in (
         (["--help"], "demo"),
         (["demo", "--help"], "--json"),
+        (["bench", "--help"], "--storage-tokens"),
         (["--version"], f"unified-cache {unified_cache.__version__}"),
     ):
         with pytest.raises(SystemExit) as caught:

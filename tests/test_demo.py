@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from unified_cache.cli import main
-from unified_cache.engines import transformers as engine
+from unified_cache.demo.engine import Engine
+from unified_cache.demo.serving import PAGE_SIZE
 
 SMALLEST = ["demo", "--quick", "--clients", "2", "--turns", "2"]
 
@@ -50,6 +51,11 @@ def test_quick_json(tmp_path: Path) -> None:
         assert 0 < run["ttft_ms"]["median"] <= run["ttft_ms"]["p90"]
         assert run["tokens_per_second"] > 0
     rates = {name: run["hit_rate"] for name, run in runs.items()}
+    # What was hit was not computed, and nothing else was spared.
+    answered = result["requests"] * 5
+    for run in runs.values():
+        left = result["prompt_tokens"] * (1 - run["hit_rate"]["total"])
+        assert run["computed_tokens"] == round(left) + answered
     assert rates["no cache"] == {"device": 0, "host": 0, "storage": 0, "total": 0}
     assert 0 < rates["device"]["total"] < rates["+ host"]["total"] < rates["+ storage"]["total"] < 1
     assert rates["device"]["host"] == rates["device"]["storage"] == 0
@@ -69,7 +75,7 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "no cache",
         "+ storage",
         "first token, p90",
-        "12 answers through the cache, every one token for token",
+        "16 answers of the engine, every one token for token",
         str(figure),
     ):
         assert shown in out
@@ -80,13 +86,15 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_bytes_are_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_nothing(self: engine.PagedModel, kv: Any, pages: Any, length: int) -> None:
-        if length:
-            zeros = torch.zeros(1, self._pool.heads, length, self._pool.head_dim)
-            for layer in range(self._pool.layers):
-                kv.update(zeros, zeros, layer)
+    take_in = Engine._take_in
 
-    monkeypatch.setattr(engine.PagedModel, "read", read_nothing)
+    def forget(self: Engine, sequence: Any) -> None:
+        take_in(self, sequence)
+        hit = sequence.held.pages[: sequence.computed // PAGE_SIZE]
+        assert self._pool.data is not None
+        self._pool.data[:, :, hit.astype("int64")] = 0
+
+    monkeypatch.setattr(Engine, "_take_in", forget)
     assert main([*SMALLEST, "--json", "--out", str(tmp_path / "figure.png")]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["all_equal"] is False

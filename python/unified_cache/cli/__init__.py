@@ -18,13 +18,13 @@ import sys
 from collections.abc import Sequence
 
 from unified_cache import __version__
-from unified_cache.cli import demo, doctor, replay, storage
+from unified_cache.cli import bench, demo, doctor, replay, storage
 from unified_cache.cli.limited import is_held_up
 from unified_cache.errors import ArgumentError, UnifiedCacheError
 
 __all__ = ["main"]
 
-_COMMANDS = (demo, replay, storage, doctor)
+_COMMANDS = (demo, bench, replay, storage, doctor)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unified_cache.errors import ArgumentError, MissingDependencyError
+from unified_cache.cli.models import check_number, check_seed, choose_device, require_packages
+from unified_cache.errors import ArgumentError
 
 if TYPE_CHECKING:
     from unified_cache.demo.serving import Report
@@ -56,15 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
     _check_out(arguments.out)
-    _check_installed()
+    require_packages("the demo", _NEEDED)
     # Only now: these need what was just looked for.
     from unified_cache.demo import text
     from unified_cache.demo.figure import draw
     from unified_cache.demo.model import make_model
     from unified_cache.demo.scale import scale_for
-    from unified_cache.demo.serving import HOST_RATIO, PAGE_SIZE, device_pages
+    from unified_cache.demo.serving import HOST_RATIO, PAGE_SIZE, demo_sizes
 
-    device = _device(arguments.device)
+    device = choose_device(arguments.device)
     scale = scale_for(device, quick=arguments.quick, clients=arguments.clients, turns=arguments.turns)
     headline = text.headline(scale, device)
     if not arguments.json:
@@ -85,12 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
             "turns": scale.traffic.turns,
             "seed": arguments.seed,
             "requests": len(reports[0].generations),
-            "prompt_tokens": sum(generation.prompt_tokens for generation in reports[0].generations),
+            "prompt_tokens": reports[0].prompt_tokens,
             "page_size": PAGE_SIZE,
-            "device_pages": device_pages(scale.traffic),
-            "host_pages": int(device_pages(scale.traffic) * HOST_RATIO),
+            "device_pages": demo_sizes(scale.traffic).device_pages,
+            "host_pages": int(demo_sizes(scale.traffic).device_pages * HOST_RATIO),
             "all_equal": not wrong,
-            "closest_lead": text.closest_lead(reports[0]),
+            "closest_lead": text.closest_lead(reports),
             "rounding": text.drift(reports),
             "redrawn": redrawn,
             "runs": runs,
@@ -110,52 +109,47 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve_all(model: Any, traffic: Traffic, seed: int) -> tuple[list[Report], int]:
-    """Let all set-ups serve the workload; returns their reports, the reference first, and redrawn questions.
+    """Let all set-ups serve the workload; returns their reports, and how many questions were redrawn.
 
     They take turns, round by round, so that whatever else the machine does, it does to all of them.
     """
     from tqdm import tqdm
 
-    from unified_cache.demo import serving
-    from unified_cache.demo.workload import Clients
+    from unified_cache.demo.serving import SETUPS, Server, demo_sizes, warm_up
+    from unified_cache.demo.workload import Clients, Reference
 
-    reference = serving.Report(serving.NO_CACHE)
-    total = (1 + len(serving.SETUPS)) * traffic.clients * traffic.turns
+    total = (1 + len(SETUPS)) * traffic.clients * traffic.turns
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="unified-cache-demo-"))
         bar = stack.enter_context(
             tqdm(total=total, unit="request", leave=False, disable=None)  # None: only on a terminal
         )
+        warm_up(model, traffic.longest - 2)
         servers = []
-        for setup in serving.SETUPS:
-            servers.append(serving.Server(model, setup, serving.device_pages(traffic), folder))
+        for setup in SETUPS:
+            servers.append(Server(model, setup, demo_sizes(traffic), folder))
             stack.callback(servers[-1].close)
-        reports = [reference, *(server.report for server in servers)]
-        clients = Clients(model, traffic, seed)
+        reference = Reference(model, Clients(traffic, seed), traffic)
         for number in range(traffic.turns):
-            if number == traffic.turns // 2:
-                first = len(reference.generations)
-                for report in reports:
-                    report.after_restart = range(first, first + traffic.clients)
-                for server in servers:
-                    server.restart()
-            bar.set_description(serving.NO_CACHE)
-            turns = clients.round(bar.update)
-            for turn in turns:
-                reference.add(turn, turn.reference)
-                reference.seconds += turn.reference.seconds
+            bar.set_description("transformers")
+            turns = reference.round(bar.update)
             for server in servers:
+                if number == traffic.turns // 2:
+                    server.restart()
+                    first = number * traffic.clients
+                    server.report.after_restart = range(first, first + traffic.clients)
                 bar.set_description(server.report.name)
-                server.serve(turns, bar.update)
-    return reports, clients.redrawn
+                prompts = [turn.prompt for turn in turns]
+                answers = server.serve(prompts, traffic.answer, bar.update)
+                for turn, answer in zip(turns, answers, strict=True):
+                    server.report.add(turn, answer)
+    return [server.report for server in servers], reference.redrawn
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
     for option, value, least in (("--clients", arguments.clients, 1), ("--turns", arguments.turns, 2)):
-        if value is not None and value < least:
-            raise ArgumentError(f"{option} must be an integer >= {least}, not {value}")
-    if not 0 <= arguments.seed < 2**63:
-        raise ArgumentError(f"--seed must be an integer in 0..{2**63 - 1}, not {arguments.seed}")
+        check_number(option, least if value is None else value, least)
+    check_seed(arguments.seed)
 
 
 def _check_out(path: Path) -> None:
@@ -171,32 +165,3 @@ def _check_out(path: Path) -> None:
             path.open("ab").close()
     except OSError as error:
         raise OSError(f"--out: {path} can not be written ({error.strerror}): name another file") from None
-
-
-def _check_installed() -> None:
-    # Read when torch is loaded. Threads that spin while they wait hold up the cache's own, and on a machine
-    # that has other work to do they make every forward many times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    for package in _NEEDED:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the demo needs {package}, which can not be imported ({error}): "
-                "pip install 'unified-cache[demo]'"
-            ) from None
-
-
-def _device(asked: str | None) -> str:
-    """The device that was asked for, if it is there; else the best one."""
-    import torch
-
-    if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = asked.partition(":")
-    if asked != "cpu" and (kind != "cuda" or (number and not number.isdecimal())):
-        raise ArgumentError(f"--device: {asked!r} must be cpu, cuda or cuda:N")
-    count = torch.cuda.device_count()
-    if kind == "cuda" and int(number or 0) >= count:
-        raise ArgumentError(f"--device: there is no {asked} here, torch sees {count} CUDA devices: take cpu")
-    return asked

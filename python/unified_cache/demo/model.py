@@ -23,6 +23,18 @@ class ModelSize:
     def name(self) -> str:
         return f"Llama, {self.layers} layers of {self.hidden}"
 
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, in float32."""
+        return 2 * self.layers * KV_HEADS * HEAD_DIM * 4
+
+    @property
+    def bytes(self) -> int:
+        """Weights, in float32."""
+        attention = 2 * self.hidden * (HEADS + KV_HEADS) * HEAD_DIM
+        layer = attention + 3 * self.hidden * self.intermediate
+        return 4 * (self.layers * layer + 2 * VOCABULARY * self.hidden)
+
 
 def make_model(size: ModelSize, seed: int, longest: int, device: str) -> Any:
     """A `LlamaForCausalLM` in float32 that takes prompts and answers of `longest` tokens together."""

@@ -4,13 +4,13 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 
-from unified_cache.demo.model import HEAD_DIM, KV_HEADS, ModelSize
+from unified_cache.demo.model import ModelSize
 from unified_cache.demo.serving import DEVICE_SHARE, HOST_RATIO, SETUPS
 from unified_cache.demo.workload import Traffic
 from unified_cache.errors import ArgumentError
 from unified_cache.pools.memory import available_bytes
 
-__all__ = ["Scale", "scale_for"]
+__all__ = ["Scale", "check_room", "scale_for"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Scale:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of all conversations in float32."""
-        return self.traffic.expected * 2 * self.model.layers * KV_HEADS * HEAD_DIM * 4
+        return self.traffic.expected * self.model.token_bytes
 
 
 _CPU = Scale(ModelSize(4, 512, 1408), Traffic(10, 6, system=256, question=(120, 240), answer=16))
@@ -45,23 +45,34 @@ def scale_for(device: str, *, quick: bool, clients: int | None, turns: int | Non
         turns=scale.traffic.turns if turns is None else turns,
     )
     scale = replace(scale, traffic=traffic)
-    _check_room(scale)
+    # Say now what would else fail after minutes. Each set-up has pools of its own; some have no host pool, so
+    # this is a little too much.
+    check_room(
+        f"--clients {traffic.clients} and --turns {traffic.turns}",
+        memory=scale.model.bytes + scale.kv_bytes * DEVICE_SHARE * (1 + HOST_RATIO) * len(SETUPS),
+        disk=scale.kv_bytes,
+    )
     return scale
 
 
-def _check_room(scale: Scale) -> None:
-    """Say now what would else fail after minutes."""
-    # Each set-up has pools of its own. The first has no host pool, so this is a little too much.
-    pools = scale.kv_bytes * DEVICE_SHARE * (1 + HOST_RATIO) * len(SETUPS)
-    memory = available_bytes()
+def check_room(asked: str, *, memory: float, disk: float) -> None:
+    """Refuse what this machine has no room for.
+
+    Args:
+        asked: the options that say how much it is.
+        memory: bytes.
+        disk: bytes, in the folder for temporary files.
+
+    Raises:
+        ArgumentError: more than is free.
+    """
     folder = tempfile.gettempdir()
-    disk = shutil.disk_usage(folder).free
     for needed, free, what, remedy in (
-        (pools, memory, "memory", ""),
-        (scale.kv_bytes, disk, f"room in {folder}", ", or set TMPDIR to another folder"),
+        (memory, available_bytes(), "memory", ""),
+        (disk, shutil.disk_usage(folder).free, f"room in {folder}", ", or set TMPDIR to another folder"),
     ):
         if free is not None and needed > free:
             raise ArgumentError(
-                f"--clients {scale.traffic.clients} and --turns {scale.traffic.turns} need "
-                f"{needed / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free: make them smaller{remedy}"
+                f"{asked} need {needed / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free: "
+                f"make them smaller{remedy}"
             )

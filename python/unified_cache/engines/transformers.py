@@ -1,10 +1,9 @@
-"""Serve a causal model of `transformers` through a `UnifiedCache`.
+"""Causal models of `transformers`: on the pages of a device pool, and without a cache.
 
-`PrefixCache` is for `generate`, `BatchPrefixCache` for `generate_batch`, with all that they do. `PagedRunner`
-is the smallest engine there can be: one request at a time, greedy. What it shows is the whole contract: keys
-and values of a prefix that was computed before come from the pool's pages, only the rest of the prompt is
-computed, and what is computed goes into the request's pages. `PagedModel` is the half of it that knows no
-cache, for engines that schedule in another way.
+`PrefixCache` is for `generate`, `BatchPrefixCache` for `generate_batch`, with all that they do. `PagedModel`
+is what an engine needs that computes one request at a time: keys and values of what was computed before come
+from the pool's pages, and those of what is computed go there; it knows no cache. An engine that computes many
+requests at once is `unified_cache.demo.engine`.
 """
 
 import time
@@ -16,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache._torch import torch
-from unified_cache.cache import UnifiedCache
 from unified_cache.engines.transformers_batch import BatchPrefixCache
 from unified_cache.engines.transformers_cache import PrefixCache
 from unified_cache.engines.transformers_kv import PrefixKV
@@ -24,17 +22,8 @@ from unified_cache.engines.transformers_model import DynamicCache, DynamicLayer,
 from unified_cache.errors import ArgumentError
 from unified_cache.pools.allocator import Pages
 from unified_cache.pools.device import MhaDevicePool
-from unified_cache.request import Request
 
-__all__ = [
-    "BatchPrefixCache",
-    "Generation",
-    "PagedModel",
-    "PagedRunner",
-    "PrefixCache",
-    "PrefixKV",
-    "generate_uncached",
-]
+__all__ = ["BatchPrefixCache", "Generation", "PagedModel", "PrefixCache", "PrefixKV", "generate_uncached"]
 
 _Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -49,8 +38,9 @@ class Generation:
         device_hit_tokens: tokens of the prompt that lay in the device pool.
         host_hit_tokens: those that came from the host pool.
         storage_hit_tokens: those that came from storage.
-        ttft_seconds: from the call to the first token of the answer.
-        seconds: from the call to the last one.
+        ttft_seconds: from the request's arrival to the first token of the answer.
+        seconds: from its arrival to the last one.
+        logprobs: natural logarithm of each token's probability.
         margins: for each token of the answer, by how much its logit won, in standard deviations of all
             logits of that step. Where it is near to nothing, rounding decides.
     """
@@ -62,7 +52,17 @@ class Generation:
     storage_hit_tokens: int = 0
     ttft_seconds: float = 0.0
     seconds: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+
+    def add(self, token: int, logprob: float, margin: float, *, seconds: float) -> None:
+        """The next token was found, so long after the request has arrived."""
+        self.seconds = seconds
+        if not self.tokens:
+            self.ttft_seconds = seconds
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.margins.append(margin)
 
 
 def _logits(model: Any, tokens: _Tokens, kv: Any, kv_argument: str) -> torch.Tensor:
@@ -75,42 +75,29 @@ def _logits(model: Any, tokens: _Tokens, kv: Any, kv_argument: str) -> torch.Ten
     return logits
 
 
-class _Forward:
-    """The model's forward over new tokens, with a cache of keys and values; adds to a `Generation`."""
-
-    def __init__(self, model: Any, generation: Generation) -> None:
-        self._model = model
-        self.generation = generation
-        self._argument = kv_argument(model)
-        self._begun = time.perf_counter()
-        self.kv = DynamicCache(config=model.config)
-
-    def __call__(self, tokens: Sequence[int]) -> int:
-        """Compute `tokens`, which follow those that `kv` holds; returns the token that comes next."""
-        logits = _logits(self._model, tokens, self.kv, self._argument)
-        best = logits.topk(2)
-        margin = (best.values[0] - best.values[1]) / logits.std()
-        generation = self.generation
-        token = int(best.indices[0])  # on a GPU this waits for the forward, so the clock is read after it
-        generation.seconds = time.perf_counter() - self._begun
-        if not generation.tokens:
-            generation.ttft_seconds = generation.seconds
-        generation.tokens.append(token)
-        generation.margins.append(float(margin))
-        return token
-
-
 def generate_uncached(model: Any, tokens: Sequence[int], max_new_tokens: int) -> Generation:
-    """What the model answers with nothing kept from earlier requests: the reference for `PagedRunner`.
+    """What the model answers with nothing kept from earlier requests: the reference for engines with a cache.
 
     Greedy, and always `max_new_tokens` long. Within the request the model keeps keys and values, as usual.
+
+    Raises:
+        ArgumentError: an empty prompt, or no token asked for.
     """
-    _check(tokens, max_new_tokens)
+    if len(tokens) == 0:
+        raise ArgumentError("tokens must not be empty: there is nothing to answer")
+    if max_new_tokens < 1:
+        raise ArgumentError(f"max_new_tokens must be an integer >= 1, not {max_new_tokens}")
     generation = Generation(prompt_tokens=len(tokens))
-    forward = _Forward(model, generation)
-    token = forward(tokens)
-    for _ in range(max_new_tokens - 1):
-        token = forward([token])
+    begun = time.perf_counter()
+    kv, argument = DynamicCache(config=model.config), kv_argument(model)
+    while len(generation.tokens) < max_new_tokens:
+        logits = _logits(model, generation.tokens[-1:] or tokens, kv, argument)
+        best = logits.topk(2)
+        logprob = best.values[0] - logits.logsumexp(0)
+        margin = (best.values[0] - best.values[1]) / logits.std()
+        # On a GPU this waits for the forward, so the clock is read after it.
+        found = int(best.indices[0]), float(logprob), float(margin)
+        generation.add(*found, seconds=time.perf_counter() - begun)
     return generation
 
 
@@ -131,7 +118,7 @@ class PagedModel:
         layers = DynamicCache(config=model.config).layers
         if any(type(layer) is not DynamicLayer for layer in layers):
             raise ArgumentError(
-                "model has layers that do not keep all keys and values: this runner can not serve it"
+                "model has layers that do not keep all keys and values: it can not be served from pages"
             )
         heads = model.config.num_key_value_heads
         # `head_dim` is not in every configuration, and None in some.
@@ -192,82 +179,3 @@ class PagedModel:
 
     def _index(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device)
-
-
-class PagedRunner:
-    """Serves one request after the other through a cache.
-
-    Args:
-        model: a causal language model of `transformers` with full attention in every layer.
-        cache: the cache; its pool is `pool`.
-        pool: the device pool that the cache manages, with the model's layers, heads of keys and values,
-            elements a head and element type.
-
-    Raises:
-        ArgumentError: a pool that does not fit the model, or a model whose layers keep something other than
-            all keys and values.
-    """
-
-    def __init__(self, model: Any, cache: UnifiedCache, pool: MhaDevicePool) -> None:
-        self._paged = PagedModel(model, pool)
-        self._model = model
-        self._cache = cache
-
-    def generate(self, tokens: Sequence[int], max_new_tokens: int) -> Generation:
-        """Answer a prompt, greedily and always with `max_new_tokens` tokens.
-
-        Whatever is raised inside, the request is aborted first: its pages and locks are given back.
-
-        Raises:
-            ArgumentError: an empty prompt, or no token asked for.
-            CapacityError: the device pool can not hold the request.
-            CopyError: what was hit did not arrive.
-        """
-        _check(tokens, max_new_tokens)
-        generation = Generation(prompt_tokens=len(tokens))
-        forward = _Forward(self._model, generation)
-        request = self._cache.begin(tokens)
-        try:
-            self._answer(request, forward, tokens, max_new_tokens)
-            request.finish()
-        except BaseException:
-            request.abort()
-            raise
-        self._cache.tick()
-        return generation
-
-    def _answer(
-        self, request: Request, forward: _Forward, tokens: Sequence[int], max_new_tokens: int
-    ) -> None:
-        pages = self._admit(request, forward.generation)
-        hit = request.device_length
-        self._paged.read(forward.kv, pages, hit)
-        token = forward(tokens[hit:])
-        self._paged.write(forward.kv, pages, hit, len(tokens))
-        # Others can hit the prompt from here on, and its way to the host begins behind the decoding.
-        request.insert()
-        self._cache.tick()
-        for length in range(len(tokens), len(tokens) + max_new_tokens - 1):
-            pages = request.extend([token])
-            token = forward([token])
-            self._paged.write(forward.kv, pages, length, length + 1)
-
-    def _admit(self, request: Request, generation: Generation) -> Pages:
-        """Bring everything that is hit to device; returns the pages for the whole prompt."""
-        on_device = request.device_length
-        request.wait_prefetch()
-        request.load_back()
-        pages = request.extend()
-        request.wait()
-        loaded = request.device_length - on_device
-        generation.device_hit_tokens = on_device
-        generation.storage_hit_tokens = min(request.storage_hit_length, loaded)
-        generation.host_hit_tokens = loaded - generation.storage_hit_tokens
-        return pages
-
-
-def _check(tokens: Sequence[int], max_new_tokens: int) -> None:
-    if len(tokens) == 0:
-        raise ArgumentError("tokens must not be empty: there is nothing to answer")
-    if max_new_tokens < 1:
-        raise ArgumentError(f"max_new_tokens must be an integer >= 1, not {max_new_tokens}")

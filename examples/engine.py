@@ -1,0 +1,1 @@
+../python/unified_cache/demo/engine.py
