@@ -484,6 +484,31 @@ def test_a_request_that_finds_no_room_fails_and_the_next_is_served(model: Any, r
     served.ask(large)
 
 
+def test_what_was_found_before_an_error_is_told_by_the_next_step(
+    model: Any, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(model, 32)
+    one, other = (question(model, rng, [], 20, 2) for _ in range(2))
+    for asked in (one, other):
+        served.add(asked)
+    insert = Engine._insert
+
+    def fail(self: Engine, sequence: Any, computed: int) -> bool:
+        if sequence.id == 2:
+            raise RuntimeError("on purpose")
+        return insert(self, sequence, computed)
+
+    monkeypatch.setattr(Engine, "_insert", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        served.engine.step()
+    monkeypatch.undo()
+    said = [(event.id, event.token) for event in served.engine.step()]
+    assert (1, one.expected.tokens[0]) in said
+    assert (2, other.expected.tokens[0]) in said
+    served.run()
+    served.check_idle()
+
+
 def test_arguments_that_can_not_be_used(model: Any) -> None:
     served = Served(model, 8)
     for arguments, named in (

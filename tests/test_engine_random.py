@@ -28,6 +28,8 @@ FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_RANDOM_SEED", "0"))
 POLICIES = ("write_through", "write_through_selective", "write_back", None)
 NAMESPACES: list[dict[str, str]] = [{}] * 6 + [{"extra_key": "lora"}, {"cache_salt": "tenant"}]
 LONGEST = 150  # tokens of a prompt and its answer
+# 1020: what retracted requests share kept the last one that ran from the room it needed.
+FAILED_ONCE = (1020,)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ class Episode:
         self.served.cache.close(timeout=0.0)
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + EPISODES))
+@pytest.mark.parametrize("seed", [*range(FIRST_SEED, FIRST_SEED + EPISODES), *FAILED_ONCE])
 def test_answers_are_those_without_a_cache(model: Any, questions: list[Question], seed: int) -> None:
     episode = Episode(model, questions, seed)
     for _ in range(60):

@@ -1,9 +1,10 @@
 """A real transformer serves many conversations: without a cache, and with one tier more each time.
 
 A small Llama of random weights is made on the spot, on the GPU if there is one. Clients hold conversations
-that begin with the same system prompt; their turns are interleaved, so that the device pool is too small for
-all of them. Half way the server restarts: what was on device and on host is gone, what was stored is not.
-Every answer must be, token for token, what the model gives without a cache; else the exit status is 1.
+that begin with the same system prompt, and ask in rounds; an engine with continuous batching serves all
+questions of a round at once. The device pool is too small for all conversations. Half way the server
+restarts: what was on device and on host is gone, what was stored is not. Every answer must be, token for
+token, what transformers gives without a cache; else the exit status is 1.
 """
 
 from __future__ import annotations

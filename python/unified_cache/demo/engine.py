@@ -2,25 +2,29 @@
 
     python examples/engine.py
 
-It is here to be copied from. These are the calls of the cache in the order in which a request meets them, and
-the methods of `Engine` that they are in:
+It is here to be copied from. These are the calls of the cache in the order in which a request meets them,
+and the methods of `Engine` that make them:
 
-    step       cache.tick()                    once a step: takes the copies that have ended, starts others
-    _decodes   request.wait()                  what the request has come to share with others is there
-               request.extend([token])         a slot for the token that was found last
-    _begin     cache.begin(tokens)             look it up, lock what is there, ask storage in the background
-    _bring     request.prefetch_done()         storage was read, or it need not be waited for any longer
-               request.load_back()             host to device, queued
-               request.extend()                slots for all of it; CapacityError: later
-    _compute   cache.begin_forward(requests)   submits what is queued
-               forward.wait_until(layer)       in each layer: that layer of it is there
-               request.insert(chunked=True)    a part of a prompt was computed, others can hit it
-               request.insert()                all of it was: it goes to host now, and to storage
-    _found     request.finish()                the answer is complete
-    _put_off   request.retract()               the device is full: this one goes to host, as it is
-    _bring     request.resume()                and comes back
-    _put_off   request.insert(), abort()       no room there either: what the tree keeps is hit later, when
-    _begin     cache.begin(..., resumed=True)  the rest is computed again
+    step         cache.tick()                    once a step: what has ended counts, what waits begins
+    _bring_next  cache.begin(tokens)             look it up, lock what is there, ask storage in the background
+                 request.prefetch_done()         storage was read, or is not waited for any longer
+    _take_in     request.load_back()             what is on host, to device: queued
+                 request.extend()                slots for all of it; CapacityError: later, nothing is lost
+    _compute     cache.begin_forward(requests)   submits what is queued
+                 forward.wait_until(layer)       in each layer: that layer of it is there
+    _insert      request.insert(chunked=True)    a part of the prompt was computed: others can hit it
+                 request.insert()                all of it was: from the next tick on it goes to host, and on
+    _decodes     request.wait()                  what it has come to share with others is there
+    _extend      request.extend([token])         a slot for the token that was found
+    _insert      request.insert()                a page of the answer is full
+    _found       request.finish()                the answer is complete: the next turn hits it
+
+A device that is full:
+
+    _put_off     request.retract()               to host, as it is; its pages come free when that has ended
+    _take_in     request.resume()                and back
+    _start_over  request.insert(), abort()       no room on host either: what the tree can keep is hit again
+    _bring_next  cache.begin(..., resumed=True)  by this, and the rest is computed again
 
 What was loaded may turn out not to have arrived: `wait`, the forward or `insert` is a `CopyError` then.
 Nothing that such a forward has found is used; the request gives everything back, and computes what it can not
@@ -85,7 +89,7 @@ class _Sequence:
     Attributes:
         tokens: the prompt, and what was answered so far.
         length: of the prompt and the whole answer.
-        begun: when it came.
+        arrived: when it came.
         request: what it holds in the cache; None: nothing, it waits.
         slots: its first tokens that have a slot on device.
         computed: of those, the ones whose keys and values are there.
@@ -102,7 +106,7 @@ class _Sequence:
     namespace: dict[str, str | None]
     priority: int
     generation: Generation
-    begun: float
+    arrived: float
     request: Request | None = None
     slots: int = 0
     computed: int = 0
@@ -170,9 +174,9 @@ class Engine:
         # On device, and off it (not begun, begun, or retracted); both by rank.
         self._running: list[_Sequence] = []
         self._waiting: list[_Sequence] = []
-        # Of this step: what is computed, what was found, and that somebody had to go for lack of room.
+        self._events: list[Event] = []  # that `step` has not returned
+        # Of this step: what is computed, and that somebody had to go for lack of room.
         self._batch: dict[_Sequence, Part] = {}
-        self._events: list[Event] = []
         self._tight = False
 
     @property
@@ -233,7 +237,7 @@ class Engine:
             namespace={"extra_key": extra_key, "cache_salt": cache_salt},
             priority=as_priority(priority),
             generation=Generation(prompt_tokens=len(tokens)),
-            begun=time.perf_counter(),
+            arrived=time.perf_counter(),
         )
         insort(self._waiting, sequence, key=_rank)
         return sequence.id
@@ -253,7 +257,7 @@ class Engine:
 
         If anything is raised inside, no request is lost: the next step goes on with all of them.
         """
-        self._batch, self._events, self._tight = {}, [], False
+        self._batch, self._tight = {}, False
         self._cache.tick()
         self._decodes()
         self._prompts()
@@ -261,7 +265,8 @@ class Engine:
             self._compute()
         elif not self._events:
             self._wait()
-        return self._events
+        events, self._events = self._events, []
+        return events
 
     # What is computed in this step
 
@@ -346,18 +351,21 @@ class Engine:
             # The cache weighs loading against this. It can not measure it where prompts take turns.
             self._cache.record_prefill(prompts, (time.perf_counter() - begun) * prompts / tokens)
         for (sequence, part), (token, logprob, margin) in zip(self._batch.items(), found, strict=True):
-            sequence.computed = part.stop
-            if self._insert(sequence) and sequence.computed == len(sequence.tokens):
+            if not self._insert(sequence, part.stop):
+                continue
+            if part.stop == len(sequence.tokens):
                 self._found(sequence, token, logprob, margin)
+            # Last: whatever is raised before, it is computed again.
+            sequence.computed = part.stop
 
-    def _insert(self, sequence: _Sequence) -> bool:
+    def _insert(self, sequence: _Sequence, computed: int) -> bool:
         """Let others hit what was computed; False if it was computed from bytes that had not arrived."""
         try:
             if not sequence.settled:
                 # After each part, and before what was found is believed.
-                complete = sequence.computed == len(sequence.tokens)
-                sequence.held.insert(chunked=not complete, computed=sequence.computed)
-            elif sequence.computed % self._pool.page_size == 0:
+                complete = computed == len(sequence.tokens)
+                sequence.held.insert(chunked=not complete, computed=computed)
+            elif computed % self._pool.page_size == 0:
                 sequence.held.insert()  # only whole pages can be hit, or leave the device
         except CopyError:
             self._start_over(sequence, load=False)
@@ -366,7 +374,7 @@ class Engine:
 
     def _found(self, sequence: _Sequence, token: int, logprob: float, margin: float) -> None:
         generation = sequence.generation
-        generation.add(token, logprob, margin, seconds=time.perf_counter() - sequence.begun)
+        generation.add(token, logprob, margin, seconds=time.perf_counter() - sequence.arrived)
         sequence.tokens.append(token)
         if len(sequence.tokens) < sequence.length:
             self._events.append(Event(sequence.id, token))
