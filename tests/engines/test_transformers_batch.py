@@ -35,7 +35,7 @@ from tests.engines.transformers_support import (
     text,
     tiny,
 )
-from unified_cache.engines.transformers import BatchPrefixCache
+from unified_cache.engines.transformers import BatchPrefixCache, PrefixCache
 from unified_cache.errors import ArgumentError, BusyError, ClosedError, StorageError
 from unified_cache.storage.backends.memory import Fault, Faults, MemoryBackend
 
@@ -232,10 +232,14 @@ def test_many_requests_on_a_small_device(llama: Any, tmp_path: Path, monkeypatch
 
 
 def test_requests_that_come_one_by_one_and_are_aborted(llama: Any, alone: list[Any]) -> None:
-    with _cached(llama) as cached:
+    with PrefixCache(llama, num_pages=8) as one, _cached(llama) as cached:
         with cached.running() as manager:
             with pytest.raises(BusyError):
                 cached.reset()
+            with pytest.raises(BusyError, match="the model serves batches"):
+                PrefixCache(llama, num_pages=8)
+            with pytest.raises(BusyError, match="the model serves batches"):
+                one.begin(PROMPTS[0])
             names = [manager.add_request(prompt, max_new_tokens=ANSWER) for prompt in PROMPTS]
             long = manager.add_request(PROMPTS[0][:40], max_new_tokens=400, streaming=True)
             answers: dict[str, Any] = {}

@@ -473,6 +473,18 @@ def test_what_goes_with_no_cached_prefix(llama: Any, computed: Computed) -> None
         cached.generate(PROMPT, **GREEDY)
 
 
+def test_a_model_in_training_or_of_another_type(llama: Any) -> None:
+    model = copy.deepcopy(llama)
+    with _cached(model) as cached:
+        model.train()
+        with pytest.raises(ArgumentError, match=r"training mode.*eval\(\)"):
+            cached.generate(PROMPT, **GREEDY)
+        model.eval().bfloat16()
+        with pytest.raises(ArgumentError, match=r"keys in torch\.bfloat16, it was tried with torch\.float32"):
+            cached.generate(PROMPT, **GREEDY)
+        _idle(cached)
+
+
 def test_settings_that_are_wrong(llama: Any) -> None:
     for settings, message in (
         ({"num_pages": 0}, "num_pages must be"),

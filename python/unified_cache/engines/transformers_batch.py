@@ -13,6 +13,7 @@ from typing import Any, Self
 from unified_cache.config import CacheConfig
 from unified_cache.engines.transformers_cache import cache_settings
 from unified_cache.engines.transformers_model import (
+    CACHED_MANAGER,
     inner_model,
     kv_shape,
     needs_adapter_key,
@@ -24,9 +25,6 @@ from unified_cache.storage.contract import Backend
 from unified_cache.storage.urls import open_storage
 
 __all__ = ["BatchPrefixCache"]
-
-# Where `init_continuous_batching` finds a manager in place of making one.
-_CACHED = "_cached_continuous_batching_manager"
 
 
 class BatchPrefixCache:
@@ -174,7 +172,7 @@ class BatchPrefixCache:
         with self._alone():
             self._space = (extra_key, cache_salt)
             with self._no_other_manager():
-                setattr(self._inner, _CACHED, self.manager)
+                setattr(self._inner, CACHED_MANAGER, self.manager)
                 self._drop_answers()
                 try:
                     yield
@@ -205,13 +203,13 @@ class BatchPrefixCache:
     @contextlib.contextmanager
     def _no_other_manager(self) -> Iterator[None]:
         """What the model has for itself is back at the end."""
-        before = self._inner.__dict__.pop(_CACHED, None)
+        before = self._inner.__dict__.pop(CACHED_MANAGER, None)
         try:
             yield
         finally:
-            self._inner.__dict__.pop(_CACHED, None)
+            self._inner.__dict__.pop(CACHED_MANAGER, None)
             if before is not None:
-                setattr(self._inner, _CACHED, before)
+                setattr(self._inner, CACHED_MANAGER, before)
 
     def _create_batch_processor(self) -> Any:
         """A run begins; the processor is that of the last run, or a new one with blocks of its own."""

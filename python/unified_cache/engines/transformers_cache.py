@@ -17,6 +17,7 @@ from unified_cache.cache import UnifiedCache
 from unified_cache.config import CacheConfig
 from unified_cache.engines.transformers_kv import PrefixKV, note_forward
 from unified_cache.engines.transformers_model import (
+    CACHED_MANAGER,
     fingerprint,
     inner_model,
     kv_argument,
@@ -24,7 +25,7 @@ from unified_cache.engines.transformers_model import (
     needs_adapter_key,
 )
 from unified_cache.engines.transformers_pages import ModelPages
-from unified_cache.errors import ArgumentError, CapacityError, ClosedError, CopyError
+from unified_cache.errors import ArgumentError, BusyError, CapacityError, ClosedError, CopyError
 from unified_cache.request import Request, as_tokens
 
 __all__ = ["PrefixCache", "cache_settings"]
@@ -96,6 +97,7 @@ class PrefixCache:
 
     Raises:
         ArgumentError: a model that can not be cached this way, with the reason; a setting out of range.
+        BusyError: the model serves batches meanwhile.
         CapacityError: there is no memory for the pools.
         StorageError: the storage can not be used.
     """
@@ -112,6 +114,7 @@ class PrefixCache:
     ) -> None:
         self.model = model
         self._inner = inner_model(model)
+        _serves_no_batches(self._inner)
         shape = kv_shape(self._inner)
         try:
             config = CacheConfig(**cache_settings(self._inner, storage, settings))
@@ -189,10 +192,16 @@ class PrefixCache:
             A `Cache` for `generate` or for the model's forward; use it in a ``with``, or `finish` it.
 
         Raises:
-            ArgumentError: no tokens, or an adapter without a name for it.
+            ArgumentError: no tokens, an adapter without a name for it, or a model in training mode.
+            BusyError: the model serves batches meanwhile.
             ClosedError: the cache was closed.
         """
         prompts = _prompts(ids)
+        if self._inner.training:
+            raise ArgumentError(
+                "model must not be in training mode, where what it computes is chance: eval()"
+            )
+        _serves_no_batches(self._inner)
         if extra_key is None and (needs_adapter_key(self.model) or needs_adapter_key(self._inner)):
             raise ArgumentError(
                 "extra_key must name the adapter that is active, or say that none is: the model has "
@@ -210,11 +219,10 @@ class PrefixCache:
                 pages = [request.pages for request in requests if request is not None]
                 kv = PrefixKV(
                     self,
-                    self._pages.shape.layers,
+                    self._pages.shape,
                     prompts,
                     self._argument,
                     lambda layers: self._pages.read(layers, pages, hit),
-                    self._pages.shape.device,
                 )
         except BaseException:
             with self._lock:
@@ -385,6 +393,13 @@ class PrefixCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the cache was closed")
+
+
+def _serves_no_batches(model: Any) -> None:
+    is_running = getattr(getattr(model, CACHED_MANAGER, None), "is_running", None)
+    if is_running is not None and is_running():
+        # What it then computes elsewhere is wrong, and would be kept.
+        raise BusyError("the model serves batches: transformers can not use it in two ways at a time")
 
 
 def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unified_cache._torch import torch
-from unified_cache.engines.transformers_model import Cache, DynamicCache, DynamicLayer
+from unified_cache.engines.transformers_model import Cache, DynamicCache, DynamicLayer, KvShape
 from unified_cache.errors import ArgumentError, LockError
 
 __all__ = ["PrefixKV", "note_forward"]
@@ -48,8 +48,9 @@ class _Owner(Protocol):
 class _Layer(DynamicLayer):  # type: ignore[misc]
     """A layer whose keys and values are the front of a larger tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        self._kept = dtype
         # (rows, heads, tokens that fit, size) of keys and of values.
         self._room: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -72,6 +73,11 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens; returns the keys and values of all."""
+        if key_states.dtype != self._kept:
+            raise ArgumentError(
+                f"the model computes keys in {key_states.dtype}, it was tried with {self._kept}: make the "
+                "cache under the same autocast, and after the model has its type"
+            )
         if not self.is_initialized:
             self._begin(key_states, value_states)
         rows, more = key_states.shape[0], key_states.shape[-2]
@@ -135,20 +141,19 @@ class PrefixKV(DynamicCache):  # type: ignore[misc]
     def __init__(
         self,
         owner: _Owner,
-        layers: int,
+        shape: KvShape,
         prompts: npt.NDArray[np.uint32],
         argument: str,
         fill: Callable[[Sequence[_Layer]], int],
-        device: torch.device,
     ) -> None:
-        Cache.__init__(self, layers=[_Layer() for _ in range(layers)])
+        Cache.__init__(self, layers=[_Layer(shape.dtype) for _ in range(shape.layers)])
         self.hit_length = fill(self.layers)
         self.argument: dict[str, Any] = {argument: self}
         self._owner = owner
         self._ended = False
         self._prompts = prompts
         # (rows, tokens) each: the tokens whose keys and values are held, in order, wherever they were made.
-        front = torch.from_numpy(prompts[:, : self.hit_length].astype(np.int64)).to(device)
+        front = torch.from_numpy(prompts[:, : self.hit_length].astype(np.int64)).to(shape.device)
         self._parts: list[torch.Tensor] = [front]
         self._length = self.hit_length
         # False as soon as something was added that is not known to be the tokens that we think.

@@ -30,6 +30,7 @@ except ImportError as error:
     ) from None
 
 __all__ = [
+    "CACHED_MANAGER",
     "Cache",
     "DynamicCache",
     "DynamicLayer",
@@ -40,6 +41,9 @@ __all__ = [
     "kv_shape",
     "needs_adapter_key",
 ]
+
+# Where a model's `init_continuous_batching` finds a manager in place of making one.
+CACHED_MANAGER = "_cached_continuous_batching_manager"
 
 # The rotation of a key then depends on the length of the whole text, which tokens before it do not tell.
 _ROPES = ("dynamic", "longrope")
