@@ -208,6 +208,8 @@ def server(python: Path, folder: Path, first: dict[str, Any]) -> Iterator[Server
         "prefetch_policy": "wait_complete",
         # What is left of a prompt, once vLLM shares the front of it, is worth reading too.
         "prefetch_threshold": 32,
+        # Half of the host is given to what is being read: all prompts fit, if all are looked up at once.
+        "hicache_ratio": 3,
     }
     transfer = {
         "kv_connector": "UnifiedCacheConnector",
