@@ -12,7 +12,7 @@ weights is undecided now and then; with --at-once 1 nothing is computed together
 
     .venv/bin/python benches/engines.py
 
-The first run installs the engines into an environment of their own (3 GB; tests/engines/environment.py).
+The first run installs the engines into an environment of their own (2 GB; tests/engines/environment.py).
 """
 
 from __future__ import annotations

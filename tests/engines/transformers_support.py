@@ -130,7 +130,7 @@ def change_stored(store: Path, *, mend_checksum: bool) -> None:
         header, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
         body.view("<f4")[:] *= -1
         if mend_checksum:
-            checksum = object_checksums(header.tobytes(), 184, [body.tobytes()], [len(body)])[0]
+            checksum = int(object_checksums(header.tobytes(), 184, [body.tobytes()], [len(body)])[0])
             header[184:192] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
         file.chmod(0o600)
         file.write_bytes(data.tobytes())
