@@ -25,13 +25,13 @@ if not transformers.__version__.startswith(KNOWN):
 from transformers.generation.continuous_batching import RequestState
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
+from tests.engines.stored_bytes import change_stored
 from tests.engines.transformers_support import (
     ANSWER,
     PAGE,
     Computed,
     batch_settings,
     broken_loads,
-    change_stored,
     text,
     tiny,
 )
@@ -343,14 +343,14 @@ def test_blocks_of_two_versions_of_the_weights_are_apart(
 
 def test_settings_that_are_wrong(llama: Any) -> None:
     for settings, message in (
-        ({"hicache_sise": 1}, "settings has no 'hicache_sise', allowed are: copy_blocks"),
+        ({"hicache_sise": 1}, "settings has no setting 'hicache_sise', allowed are: copy_blocks"),
         ({"prefetch_threshold": "auto"}, "prefetch_threshold must be an integer >= 0, not 'auto'"),
         ({"hicache_size": -1}, "hicache_size must be a number > 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             _cached(llama, settings=settings)
     for config, message in (
-        ({"page_size": 512}, r"page_size of continuous_batching_config must be in 1\.\.256, not 512"),
+        ({"page_size": 512}, r"page_size of continuous_batching_config must be in 1\.\.256 for the cache, not 512"),
         ({"allow_block_sharing": False}, "allow_block_sharing of continuous_batching_config must be True"),
     ):
         with pytest.raises(ArgumentError, match=message):

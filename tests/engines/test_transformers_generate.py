@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+from tests.engines.stored_bytes import change_stored
 from tests.engines.transformers_support import (
     ANSWER,
     FAMILIES,
@@ -25,7 +26,6 @@ from tests.engines.transformers_support import (
     SMALL,
     Computed,
     broken_loads,
-    change_stored,
     text,
     tiny,
 )

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from tests.engines.environment import engine_python, install_package, vllm_variables
+from tests.engines.stored_bytes import change_stored
 from tests.engines.vllm_http import Server
-from unified_cache._native import object_checksums
-from unified_cache.storage.page_format import HEADER_BYTES
 
 pytestmark = pytest.mark.engines
 
@@ -55,7 +54,7 @@ def first(python: Path, folder: Path) -> dict[str, Any]:
 def second(python: Path, folder: Path, first: dict[str, Any]) -> dict[str, Any]:
     for name in ("wrong", "damaged"):
         shutil.copytree(folder / "store", folder / name)
-        _change_bytes(folder / name, mend_checksum=name == "wrong")
+        change_stored(folder / name, mend_checksum=name == "wrong")
     return _scenario(python, folder, "second")
 
 
@@ -74,20 +73,6 @@ def _run(command: list[str], package: Path | None) -> str:
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
-
-
-def _change_bytes(store: Path, *, mend_checksum: bool) -> None:
-    """Other numbers in every stored page; with a checksum of its own nobody can tell."""
-    files = [file for file in store.rglob("*-*") if file.is_file()]
-    assert files
-    for file in files:
-        data = np.frombuffer(bytearray(file.read_bytes()), np.uint8)
-        header, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
-        body.view("<f4")[:] *= -1
-        if mend_checksum:
-            checksum = object_checksums(header.tobytes(), 184, [body.tobytes()], [len(body)])
-            header[184:192] = checksum.astype("<u8").view(np.uint8)
-        file.write_bytes(data.tobytes())
 
 
 def _assert_same(answer: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
-from unified_cache._native import object_checksums
 from unified_cache.copies.engine import CopyHandle
 from unified_cache.demo.model import VOCABULARY, ModelSize, make_model
-from unified_cache.storage.page_format import HEADER_BYTES
 
 PAGE = 16
 ANSWER = 6
@@ -119,21 +115,6 @@ def broken_loads(engine: Any, planes: list[torch.Tensor]) -> Iterator[list[int]]
         yield pages
     finally:
         del engine._copy
-
-
-def change_stored(store: Path, *, mend_checksum: bool) -> None:
-    """The sign of every stored number changes; with a checksum that fits nobody can tell."""
-    files = [file for file in store.rglob("*-*") if file.is_file()]
-    assert files
-    for file in files:
-        data = np.frombuffer(bytearray(file.read_bytes()), np.uint8)
-        header, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
-        body.view("<f4")[:] *= -1
-        if mend_checksum:
-            checksum = int(object_checksums(header.tobytes(), 184, [body.tobytes()], [len(body)])[0])
-            header[184:192] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
-        file.chmod(0o600)
-        file.write_bytes(data.tobytes())
 
 
 def batch_settings(**config: Any) -> dict[str, Any]:

@@ -18,9 +18,8 @@ class WeightNames:
     """
 
     def __init__(self) -> None:
-        self._changed: str | None = (
-            None  # the version under which weights were changed that have none of their own
-        )
+        # The version under which weights were changed that have none of their own.
+        self._changed: str | None = None
         self._own: tuple[str, str] | None = None  # a version, and what its weights are called instead
 
     def change(self, now: str | None, version: str | None) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from unified_cache.config import CacheConfig
 from unified_cache.engines.transformers_cache import cache_settings
 from unified_cache.engines.transformers_model import (
     CACHED_MANAGER,
@@ -19,7 +18,7 @@ from unified_cache.engines.transformers_model import (
     needs_adapter_key,
 )
 from unified_cache.engines.transformers_tier import BlockTier, check_version
-from unified_cache.engines.vllm_settings import CACHE_SETTINGS, VllmSettings
+from unified_cache.engines.vllm_settings import VllmSettings, block_config
 from unified_cache.errors import ArgumentError, BusyError, ClosedError
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.urls import open_storage
@@ -319,18 +318,13 @@ def _without_advice() -> Iterator[None]:
 
 
 def _settings(model: Any, storage: Any, page_size: int, settings: dict[str, Any]) -> VllmSettings:
-    unknown = sorted(set(settings) - set(CACHE_SETTINGS))
-    if unknown:
-        raise ArgumentError(
-            f"settings has no {unknown[0]!r}, allowed are: {', '.join(sorted(CACHE_SETTINGS))}"
-        )
-    for name in ("load_back_threshold", "prefetch_threshold"):
-        if settings.get(name) == "auto":
-            raise ArgumentError(
-                f"{name} must be an integer >= 0, not 'auto': nobody measures computing in batches"
-            )
-    if not 1 <= page_size <= 256:
-        raise ArgumentError(f"page_size of continuous_batching_config must be in 1..256, not {page_size!r}")
     given = cache_settings(model, storage, settings)
     given.setdefault("model", type(model).__name__)
-    return VllmSettings(CacheConfig(page_size=page_size, **given), transfer="sync")
+    config = block_config(
+        given,
+        page_size,
+        source="settings",
+        size="page_size of continuous_batching_config",
+        engine="batches",
+    )
+    return VllmSettings(config, transfer="sync")

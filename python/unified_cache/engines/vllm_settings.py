@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from unified_cache.config import CacheConfig
 from unified_cache.errors import ArgumentError
 
-__all__ = ["CACHE_SETTINGS", "TRANSFERS", "VllmSettings"]
+__all__ = ["CACHE_SETTINGS", "TRANSFERS", "VllmSettings", "block_config"]
 
 TRANSFERS = ("async", "sync", "layers")
 
-# Of `CacheConfig`, those that mean something where vLLM owns the device.
+# Of `CacheConfig`, those that mean something where an engine owns the device.
 CACHE_SETTINGS = (
     "copy_blocks",
     "copy_threads",
@@ -95,27 +95,60 @@ class VllmSettings:
         if transfer not in TRANSFERS:
             allowed = ", ".join(repr(name) for name in TRANSFERS)
             raise ArgumentError(f"transfer must be one of {allowed}, not {transfer!r}")
-        unknown = sorted(set(given) - set(CACHE_SETTINGS))
-        if unknown:
-            allowed = ", ".join(sorted(("transfer", *CACHE_SETTINGS)))
-            raise ArgumentError(
-                f"kv_connector_extra_config has no setting {unknown[0]!r}, allowed are: {allowed}"
-            )
-        for name in ("load_back_threshold", "prefetch_threshold"):
-            if given.get(name) == "auto":
-                raise ArgumentError(
-                    f"{name} must be an integer >= 0, not 'auto': nobody measures computing in vLLM"
-                )
-        if not 1 <= block_size <= 256:
-            raise ArgumentError(f"block_size must be in 1..256 for the cache, not {block_size}: --block-size")
         given.setdefault("model", model)
-        try:
-            cache = CacheConfig(page_size=block_size, events=events, **given)
-        except TypeError as error:  # a list where a number was expected
-            raise ArgumentError(f"kv_connector_extra_config: {error}") from None
+        cache = block_config(
+            given,
+            block_size,
+            source="kv_connector_extra_config",
+            size="block_size",
+            engine="vLLM",
+            others=("transfer",),
+            events=events,
+        )
         return cls(
             cache,
             cast(Literal["async", "sync", "layers"], transfer),
             save=role != "kv_consumer",
             load=role != "kv_producer",
         )
+
+
+def block_config(
+    given: Mapping[str, Any],
+    block_size: int,
+    *,
+    source: str,
+    size: str,
+    engine: str,
+    others: Sequence[str] = (),
+    events: bool = False,
+) -> CacheConfig:
+    """Settings of a cache behind an engine whose blocks on the device are its own.
+
+    Args:
+        given: settings by name, of those in `CACHE_SETTINGS`.
+        block_size: tokens in a block.
+        source: where they come from, for messages.
+        size: what `block_size` is called there, for messages.
+        engine: who computes, for messages.
+        others: names that `source` has besides, for messages.
+        events: keep events for whoever asks for them.
+
+    Raises:
+        ArgumentError: a setting that is unknown, out of range, or means nothing here.
+    """
+    unknown = sorted(set(given) - set(CACHE_SETTINGS))
+    if unknown:
+        allowed = ", ".join(sorted((*others, *CACHE_SETTINGS)))
+        raise ArgumentError(f"{source} has no setting {unknown[0]!r}, allowed are: {allowed}")
+    for name in ("load_back_threshold", "prefetch_threshold"):
+        if given.get(name) == "auto":
+            raise ArgumentError(
+                f"{name} must be an integer >= 0, not 'auto': nobody measures computing in {engine}"
+            )
+    if not 1 <= block_size <= 256:
+        raise ArgumentError(f"{size} must be in 1..256 for the cache, not {block_size!r}")
+    try:
+        return CacheConfig(page_size=block_size, events=events, **given)
+    except TypeError as error:  # a list where a number was expected
+        raise ArgumentError(f"{source}: {error}") from None

@@ -325,9 +325,8 @@ class StorageGuard:
             and first.status is PageStatus.HIT
             and first.codec == NO_CODEC
         ):
-            return len(stored) * (
-                page_bytes + HEADER_BYTES
-            )  # all of them lie there as they should, as a rule
+            # As a rule: all of them lie there as they should.
+            return len(stored) * (page_bytes + HEADER_BYTES)
         total = 0
         for at, found in zip(read, checked, strict=True):
             statuses[at] = found.status
