@@ -350,7 +350,10 @@ def test_settings_that_are_wrong(llama: Any) -> None:
         with pytest.raises(ArgumentError, match=message):
             _cached(llama, settings=settings)
     for config, message in (
-        ({"page_size": 512}, r"page_size of continuous_batching_config must be in 1\.\.256 for the cache, not 512"),
+        (
+            {"page_size": 512},
+            r"page_size of continuous_batching_config must be in 1\.\.256 for the cache, not 512",
+        ),
         ({"allow_block_sharing": False}, "allow_block_sharing of continuous_batching_config must be True"),
     ):
         with pytest.raises(ArgumentError, match=message):
