@@ -2,9 +2,9 @@
 """Local storage backends against what the machine can do, in one process and in turns.
 
 - `file`: batches of 32 pages of 1 MiB and of 256 KiB, read cold (the kernel's cache of the file dropped
-  before each), against the best plain `preadv` of as many pages that lie one after the other: with as many
-  threads, with O_DIRECT or without, one call a page or one a thread. Writes against the best plain `pwritev`
-  and `fdatasync` of as many bytes.
+  before each) into memory like that of a host pool, against the best plain `preadv` of as many pages that
+  lie one after the other in the same file: with as many threads, with O_DIRECT or without, one call a page
+  or one a thread. Writes against the best plain `pwritev` and `fdatasync` of as many bytes in a file beside it.
 - `mmap` and `shm`: warm pages, against `numpy.copyto` of as many bytes with as many threads. A write to
   `mmap` is on disk when it ends, which no copy is.
 - restart (``--restart``): a store of many objects opened by a new process, as after a kill and as after a
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -31,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from machine import machine
 
+from unified_cache.pools.host_memory import HostMemory, MappedMemory
 from unified_cache.storage.backends.file import FileBackend
 from unified_cache.storage.backends.mmap import MmapBackend
 from unified_cache.storage.backends.shm import ShmBackend
@@ -46,7 +46,8 @@ class HostPages:
     """Memory of one batch, as pages of a host pool lie in it."""
 
     def __init__(self, page_bytes: int) -> None:
-        self.whole = np.frombuffer(mmap.mmap(-1, PAGES * page_bytes), np.uint8).reshape(PAGES, page_bytes)
+        self.memory = MappedMemory(PAGES * page_bytes, HostMemory())
+        self.whole = np.frombuffer(self.memory.buffer, np.uint8).reshape(PAGES, page_bytes)
         self.whole[:] = np.random.default_rng(1).integers(0, 256, page_bytes, np.uint8)
         self.headers = np.zeros((PAGES, HEADER_BYTES), np.uint8)
         self.views = [memoryview(page.data) for page in self.whole]
@@ -119,13 +120,12 @@ def file_rows(folder: Path, page_bytes: int, threads: int, rounds: int) -> list[
     plain_path = str(place / "plain")
     with open(plain_path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, BATCHES * PAGES * page_bytes)
-    plains = {
-        f"{'direct' if flags else 'cached'} {'a call a thread' if joined else 'a call a page'}": Plain(
-            plain_path, threads, flags, joined
-        )
+    ways = {
+        f"{'direct' if flags else 'cached'} {'a call a thread' if joined else 'a call a page'}": (flags, joined)
         for flags in (0, os.O_DIRECT)
         for joined in (False, True)
     }
+    plains = {name: Plain(plain_path, threads, *way) for name, way in ways.items()}
     writes: dict[str, list[float]] = {name: [] for name in ("ours", *plains)}
     reads: dict[str, list[float]] = {name: [] for name in ("ours", *plains)}
     # The first round makes blocks of what was only allocated, for us and for the others.
@@ -144,11 +144,13 @@ def file_rows(folder: Path, page_bytes: int, threads: int, rounds: int) -> list[
                 os.fdatasync(plain.file)
 
             writes[name].append(timed(write))
+    for plain in plains.values():
+        plain.close()
+    plains = {name: Plain(str(place / "slab.data"), threads, *way) for name, way in ways.items()}
     order = np.random.default_rng(2)
     for number in range(rounds):
         batch = number % BATCHES
         for name in order.permutation(["ours", *plains]).tolist():
-            drop(plain_path)
             drop(str(place / "slab.data"))
             if name == "ours":
                 taken = pages.batch(keys_of(batch))
@@ -157,14 +159,14 @@ def file_rows(folder: Path, page_bytes: int, threads: int, rounds: int) -> list[
                 seconds = timed(lambda n=name, b=batch: plains[n].run(os.preadv, pages, b))  # type: ignore[misc]
             reads[name].append(seconds)
     assert set(statuses) == {PageStatus.HIT}
-    direct = store.stats()["direct"]
+    how = {name: store.stats()[name] for name in ("direct", "queued")}
     store.close()
     for plain in plains.values():
         plain.close()
     shutil.rmtree(place)
     return [
-        row("file read", page_bytes, threads, reads, {"direct": direct}),
-        row("file write", page_bytes, threads, writes, {"direct": direct}),
+        row("file read", page_bytes, threads, reads, how),
+        row("file write", page_bytes, threads, writes, how),
     ]
 
 

@@ -15,7 +15,6 @@ forget the files. `file` goes past that cache. Writes are of keys that were dele
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from machine import machine
 
+from unified_cache.pools.host_memory import HostMemory, MappedMemory
 from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.page_format import HEADER_BYTES
@@ -55,8 +55,8 @@ def measure(url: str, size: int, pages: int, repeats: int, cold: Path | None = N
     guard = StorageGuard(
         backend, object_bytes=size, deadline=60, clock=time.monotonic, counts=StorageCounts()
     )
-    # As in a host pool: at multiples of a page of memory.
-    rows = np.frombuffer(mmap.mmap(-1, pages * size), np.uint8).reshape(pages, size)
+    memory = MappedMemory(pages * size, HostMemory())  # as in a host pool
+    rows = np.frombuffer(memory.buffer, np.uint8).reshape(pages, size)
     rows[:] = np.random.default_rng(0).integers(0, 256, (pages, size), np.uint8)
     guard.register(rows.data.cast("B"))
     views = [row.data for row in rows]

@@ -5,7 +5,8 @@
 //! layouts are of this form, so there is one copy, which looks for what both sides have in common ([`PageCopy`]).
 //!
 //! Bytes that are contiguous on both sides go by [`copy`], or by [`copy_summed`], which makes their checksum on the way.
-//! Of stored objects there are also their [`Header`], and [`read_object`], which reads them from a file.
+//! Of stored objects there are also their [`Header`], [`read_object`], which reads one from a file of its own, and a
+//! [`Queue`], by which a file's bodies are read and written many at a time.
 //!
 //! The crate knows neither Python nor the tree. Everything that can be wrong is found before a byte moves.
 
@@ -17,6 +18,7 @@ mod file;
 mod geometry;
 mod header;
 mod planes;
+mod queue;
 mod route;
 mod seen;
 mod stores;
@@ -30,5 +32,6 @@ pub use file::{Place, read_object};
 pub use geometry::Geometry;
 pub use header::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES};
 pub use planes::Planes;
+pub use queue::{Body, Queue, Way};
 pub use seen::copy;
 pub use sums::{checksum, copy_summed};

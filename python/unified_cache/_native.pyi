@@ -30,6 +30,7 @@ __all__ = [
     "HostInserted",
     "HostLockReceipt",
     "Inserted",
+    "IoQueue",
     "LoadBackPlan",
     "LockReceipt",
     "LogPart",
@@ -1021,6 +1022,54 @@ def read_object(file: int, header: Buffer, body: Buffer, covered: int | None = N
         ArgumentError: not buffers of this kind, or more bytes than the header has. No byte was read.
         OSError: the file can not be read; the memory has anything in it.
     """
+
+@final
+class IoQueue:
+    """Bodies of a file that is open with ``O_DIRECT``, moved many at a time (`io_submit`).
+
+    The disk has all of them to do at once, and checksums are made while it works. Threads may share one.
+
+    Raises:
+        OSError: the system has no such thing, forbids it, or has no more of it (``fs.aio-max-nr``).
+    """
+
+    def __new__(cls) -> IoQueue: ...
+    def read(
+        self,
+        file: int,
+        offsets: Sequence[int],
+        bodies: Sequence[Buffer],
+        headers: Buffer | None = None,
+        covered: int = 0,
+    ) -> tuple[list[bool], npt.NDArray[np.uint64]]:
+        """Read bodies.
+
+        The interpreter's lock is not held; nobody may use this memory, or close the file, until it returns.
+
+        Args:
+            file: descriptor.
+            offsets: in the file, of each body.
+            bodies: writable C-contiguous bytes, in memory of their own.
+            headers: C-contiguous bytes, as many for each object; None: no checksums.
+            covered: bytes at the front of each header that count.
+
+        Returns:
+            Which bodies were read, each as a whole; others have anything in them. And what `object_checksums`
+            gives for those that were read, 0 for others; nothing without headers.
+
+        Raises:
+            ArgumentError: not buffers of this kind, or lists of different lengths. No byte was read.
+        """
+
+    def write(
+        self,
+        file: int,
+        offsets: Sequence[int],
+        bodies: Sequence[Buffer],
+        headers: Buffer | None = None,
+        covered: int = 0,
+    ) -> tuple[list[bool], npt.NDArray[np.uint64]]:
+        """Write bodies, likewise; they are only read, and nobody may write them until it returns."""
 
 def page_hashes(
     tokens: _Integers,

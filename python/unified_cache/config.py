@@ -90,7 +90,7 @@ class CacheConfig:
         host_register_chunk: bytes of host memory that are registered with the GPU in one piece, at most.
         host_pinned: "auto": host memory that can not be registered with the GPU is used as it is, with a
             warning; "require": it is refused; "off": it is not registered.
-        host_huge_pages: ask for huge pages.
+        host_huge_pages: ask for huge pages; "auto": without a warning where there are none.
         host_numa_node: where the host memory lies; "auto": near the GPU; None: wherever the system puts it.
         eviction_policy: one of `PrefixTree.eviction_policies()`.
         policy_options: settings of the eviction policy by name.
@@ -140,7 +140,7 @@ class CacheConfig:
     host_order: Literal["auto", "copies_first", "leaves_first"] = "auto"
     host_register_chunk: int = 256 * 10**9
     host_pinned: Literal["auto", "require", "off"] = "auto"
-    host_huge_pages: bool = False
+    host_huge_pages: bool | Literal["auto"] = "auto"
     host_numa_node: int | Literal["auto"] | None = "auto"
     eviction_policy: str = "lru"
     policy_options: Mapping[str, int] | None = None
@@ -193,9 +193,12 @@ class CacheConfig:
         _threshold("prefetch_threshold", self.prefetch_threshold)
         _number("prefetch_timeout", self.prefetch_timeout)
         _number("prefetch_timeout_per_1024", self.prefetch_timeout_per_1024)
-        for setting in ("host_huge_pages", "events"):
-            if not isinstance(getattr(self, setting), bool):
-                raise ArgumentError(f"{setting} must be True or False, not {getattr(self, setting)!r}")
+        if not isinstance(self.events, bool):
+            raise ArgumentError(f"events must be True or False, not {self.events!r}")
+        if not isinstance(self.host_huge_pages, bool) and self.host_huge_pages != "auto":
+            raise ArgumentError(
+                f"host_huge_pages must be True, False or 'auto', not {self.host_huge_pages!r}"
+            )
         for setting in ("model", "weight_version"):
             if not isinstance(getattr(self, setting), str):
                 raise ArgumentError(f"{setting} must be a string, not {getattr(self, setting)!r}")

@@ -63,7 +63,7 @@ def all_there(memory: MappedMemory) -> bool:
             r"host_register_chunk must be an integer >= 4096 \(bytes\), not 4095",
         ),
         ({"host_register_chunk": 1e9}, "host_register_chunk must be"),
-        ({"huge_pages": 1}, "huge_pages must be True or False, not 1"),
+        ({"huge_pages": 1}, "huge_pages must be True, False or 'auto', not 1"),
         ({"numa_node": -1}, "numa_node must be an integer >= 0, 'auto' or None, not -1"),
         ({"numa_node": "all"}, "numa_node must be .* not 'all'"),
         ({"numa_node": 5}, r"numa_node must be one of this machine's \(0, 2\), not 5"),
@@ -154,9 +154,10 @@ def transparent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.skipif(not host_memory._HUGE_PAGES.exists(), reason="a system without huge pages")
 def test_huge_pages_are_asked_for(transparent: Path) -> None:
     transparent.write_text("always [madvise] never\n")
-    asked = MappedMemory(4 * MIB, HostMemory(huge_pages=True))
-    assert "hg" in smaps(asked.address)["VmFlags"].split()
-    ordinary = MappedMemory(4 * MIB, HostMemory())
+    for options in (HostMemory(), HostMemory(huge_pages=True)):
+        asked = MappedMemory(4 * MIB, options)
+        assert "hg" in smaps(asked.address)["VmFlags"].split()
+    ordinary = MappedMemory(4 * MIB, HostMemory(huge_pages=False))
     assert "hg" not in smaps(ordinary.address)["VmFlags"].split()
 
 
@@ -171,6 +172,9 @@ def test_no_huge_pages(transparent: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.warns(RuntimeWarning, match="huge_pages=True: no huge pages .*Invalid argument") as caught:
         MappedMemory(MIB, HostMemory(huge_pages=True))
     assert len(caught) == 1
+    with warnings.catch_warnings(record=True) as nothing:
+        assert all_there(MappedMemory(MIB, HostMemory()))
+    assert not nothing
 
 
 # NUMA

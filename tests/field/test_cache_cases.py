@@ -1098,7 +1098,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"host_order": "random"}, ["host_order", "'copies_first'", "'random'"]),
     ({"host_register_chunk": 100}, ["host_register_chunk", "4096", "100"]),
     ({"host_pinned": True}, ["host_pinned", "'require'", "True"]),
-    ({"host_huge_pages": "yes"}, ["host_huge_pages", "True or False", "'yes'"]),
+    ({"host_huge_pages": "yes"}, ["host_huge_pages", "True, False or 'auto'", "'yes'"]),
     ({"host_numa_node": -1}, ["host_numa_node", ">= 0", "-1"]),
     ({"load_back_threshold": "learn"}, ["load_back_threshold", "'auto'", "'learn'"]),
     ({"load_back_threshold": -1}, ["load_back_threshold", ">= 0", "-1"]),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import copy_objects, object_checksums, read_object
+from unified_cache._native import IoQueue, copy_objects, object_checksums, read_object
 
-__all__ = ["Checksums", "copy_bodies", "read_file"]
+__all__ = ["Checksums", "copy_bodies", "move_queued", "read_file"]
 
 
 class Checksums:
@@ -49,6 +49,19 @@ class Checksums:
         done, checksum = read_object(file, self._headers[at], body, self._covered)
         self.values[at] = checksum
         return done
+
+    def move(
+        self,
+        move: Callable[..., tuple[list[bool], npt.NDArray[np.uint64]]],
+        file: int,
+        offsets: Sequence[int],
+        at: Sequence[int],
+        bodies: Sequence[memoryview],
+    ) -> list[bool]:
+        """Read or write the bodies of the objects `at`, and make checksums. Returns which were moved."""
+        rows = _rows(at)
+        moved, self.values[rows] = move(file, offsets, bodies, self._headers[rows].data, self._covered)
+        return moved
 
     def only(self, at: Sequence[int]) -> Checksums:
         """A copy of those of some objects."""
@@ -90,3 +103,24 @@ def read_file(
     if checksums is None:
         return read_object(file, headers[at], body)[0]
     return checksums.read(at, file, body)
+
+
+def move_queued(
+    checksums: Checksums | None,
+    queue: IoQueue,
+    file: int,
+    offsets: Sequence[int],
+    at: Sequence[int],
+    bodies: Sequence[memoryview],
+    *,
+    write: bool,
+) -> list[bool]:
+    """Move the bodies of the objects `at` of a batch, and make their checksums if the batch wants them.
+
+    Returns:
+        Which were moved, each as a whole.
+    """
+    move = queue.write if write else queue.read
+    if checksums is None:
+        return move(file, offsets, bodies)[0]
+    return checksums.move(move, file, offsets, at, bodies)

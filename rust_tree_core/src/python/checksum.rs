@@ -94,14 +94,14 @@ pub(super) fn copy_objects<'py>(
 }
 
 /// The headers of some objects, and how many bytes at the front of each of them count.
-struct Headers {
+pub(super) struct Headers {
     buffer: PyUntypedBuffer,
     bytes: usize,
     covered: usize,
 }
 
 impl Headers {
-    fn new(object: &Bound<'_, PyAny>, covered: &Whole, count: usize) -> PyResult<Self> {
+    pub(super) fn new(object: &Bound<'_, PyAny>, covered: &Whole, count: usize) -> PyResult<Self> {
         let py = object.py();
         let covered = covered.at_least(py, "covered", 0)?;
         let buffer = bytes_of(object, "headers")?;
@@ -117,7 +117,7 @@ impl Headers {
     }
 
     /// The bytes of a header that count.
-    fn front(&self, at: usize) -> &[u8] {
+    pub(super) fn front(&self, at: usize) -> &[u8] {
         &slice_of(&self.buffer)[at * self.bytes..][..self.covered]
     }
 }

@@ -10,6 +10,7 @@ mod buffers;
 mod checksum;
 mod copies;
 mod errors;
+mod io_queue;
 mod objects;
 mod replay;
 mod results;
@@ -684,6 +685,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<replay::Replay>()?;
     results::register(module)?;
     module.add_class::<copies::PageMemory>()?;
+    module.add_class::<io_queue::IoQueue>()?;
     module.add_class::<stored::PyStoredTree>()?;
     module.add_class::<stored::PyLogPart>()?;
     module.add_function(wrap_pyfunction!(stored::prefix_record, module)?)?;

@@ -4,13 +4,13 @@ use std::os::fd::RawFd;
 
 use page_copies::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES, Place, read_object as read};
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 use super::buffers::Whole;
 use super::checksum::{bytes_of, slice_of, writable_bytes_of};
 use super::errors::argument_error;
+use super::io_queue::os_error;
 use super::{items, show};
 
 /// Fills in headers. The interpreter's lock is held: that is a few microseconds for a batch.
@@ -100,11 +100,7 @@ pub(super) fn read_object(
     // SAFETY: both buffers are contiguous and may be written; they stay alive and in place while they are exported, which is
     // until this returns. Who calls promises that nobody else uses them meanwhile, nor closes the file.
     let done = py.detach(move || unsafe { read(file, place, covered) });
-    done.map_err(|error| match error.raw_os_error() {
-        // With its number the exception is of the class that fits.
-        Some(number) => PyOSError::new_err((number, error.to_string())),
-        None => error.into(),
-    })
+    done.map_err(|error| os_error(&error))
 }
 
 fn overlap(one: &PyUntypedBuffer, other: &PyUntypedBuffer) -> bool {

@@ -17,7 +17,9 @@ class FileBackend(SlotStore):
 
     Args:
         folder: that the files ``slab.*`` are in; made if it is missing.
+        threads: that read and write what can not be queued.
         direct: go past the page cache where the file system can and the memory is aligned to 4096 bytes.
+        queued: ask the disk for a whole batch at once where it goes past the page cache.
 
     The other arguments, and the errors, are those of `SlotStore`.
     """
@@ -33,6 +35,7 @@ class FileBackend(SlotStore):
         evict: bool = True,
         threads: int = 4,
         direct: bool = True,
+        queued: bool = True,
         deadline: float = 5.0,
     ) -> None:
         super().__init__(
@@ -43,13 +46,13 @@ class FileBackend(SlotStore):
             threads,
             deadline,
             durable=True,
-            open_medium=lambda path: FileMedium(path, direct),
+            open_medium=lambda path: FileMedium(path, direct, queued),
         )
 
     @classmethod
     def from_url(cls, url: StorageUrl, deadline: float) -> Self:
-        """``file:///folder?size=100GB&slot=1MiB&threads=4&direct=true&evict=true``."""
-        url.only("size", "slot", "threads", "direct", "evict")
+        """``file:///folder?size=100GB&slot=1MiB&threads=4&direct=true&queued=true&evict=true``."""
+        url.only("size", "slot", "threads", "direct", "queued", "evict")
         return cls(
             url.need_path(),
             url.size("size"),
@@ -57,5 +60,6 @@ class FileBackend(SlotStore):
             evict=url.flag("evict", True),
             threads=url.integer("threads", 4, 1, 256),
             direct=url.flag("direct", True),
+            queued=url.flag("queued", True),
             deadline=deadline,
         )

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unified_cache.storage.checksums import Checksums, copy_bodies
+from unified_cache._native import IoQueue
+from unified_cache.storage.checksums import Checksums, copy_bodies, move_queued
 
 __all__ = ["Bodies", "FileMedium", "MappedMedium", "Medium"]
 
@@ -36,6 +37,15 @@ class Bodies:
         """Some of them."""
         return Bodies(self.at[begin:end], self.views[begin:end], self.addresses[begin:end], self.checksums)
 
+    def pick(self, places: Sequence[int]) -> Bodies:
+        """Some of them."""
+        return Bodies(
+            [self.at[place] for place in places],
+            [self.views[place] for place in places],
+            [self.addresses[place] for place in places],
+            self.checksums,
+        )
+
     def make_checksums(self) -> None:
         """Make those that are wanted, from memory."""
         if self.checksums is not None:
@@ -60,6 +70,18 @@ class Medium(ABC):
         Raises:
             OSError: the medium failed.
         """
+
+    def read_queued(self, offsets: Sequence[int], bodies: Bodies) -> Sequence[bool]:
+        """Fill those of the bodies, each at its offset, that need no thread to wait for them.
+
+        Returns:
+            Which those were. The others have anything in them: they are for `read`.
+        """
+        return [False] * len(offsets)
+
+    def write_queued(self, offsets: Sequence[int], bodies: Bodies) -> Sequence[bool]:
+        """Write bodies, likewise."""
+        return [False] * len(offsets)
 
     @abstractmethod
     def sync(self) -> None:
@@ -87,19 +109,21 @@ def _rest(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 class FileMedium(Medium):
-    """preadv and pwritev, past the page cache where file system and memory allow it.
+    """Past the page cache where file system and memory allow it, and then all at once; else preadv and pwritev.
 
     The host tier is the cache of what lies here: a second one in the kernel only costs a copy and memory.
 
     Args:
         path: of a file that exists.
         direct: try O_DIRECT.
+        queued: of a batch ask the disk for all at once where O_DIRECT can be had.
     """
 
-    def __init__(self, path: str, direct: bool) -> None:
+    def __init__(self, path: str, direct: bool, queued: bool) -> None:
         self._cached = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._direct = -1
-        self._direct_transfers = self._cached_transfers = 0
+        self._queue: IoQueue | None = None
+        self._direct_transfers = self._cached_transfers = self._queued_transfers = 0
         if direct:
             with contextlib.suppress(OSError):
                 self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
@@ -110,6 +134,37 @@ class FileMedium(Medium):
             except OSError:
                 os.close(self._direct)
                 self._direct = -1
+        if queued and self._direct >= 0:
+            with contextlib.suppress(OSError):
+                self._queue = IoQueue()
+
+    def read_queued(self, offsets: Sequence[int], bodies: Bodies) -> Sequence[bool]:
+        """Fill those that may go past the page cache. Their checksums are made while the disk works."""
+        return self._move_queued(offsets, bodies, write=False)
+
+    def write_queued(self, offsets: Sequence[int], bodies: Bodies) -> Sequence[bool]:
+        """Write those that may go past the page cache, likewise."""
+        return self._move_queued(offsets, bodies, write=True)
+
+    def _move_queued(self, offsets: Sequence[int], bodies: Bodies, *, write: bool) -> Sequence[bool]:
+        if self._queue is None:
+            return [False] * len(offsets)
+        may = [
+            not (address % BLOCK or view.nbytes % BLOCK)
+            for address, view in zip(bodies.addresses, bodies.views, strict=True)
+        ]
+        if all(may):
+            moved: Sequence[bool] = move_queued(
+                bodies.checksums, self._queue, self._direct, offsets, bodies.at, bodies.views, write=write
+            )
+        else:
+            some = [place for place, can in enumerate(may) if can]
+            done = self._move_queued([offsets[place] for place in some], bodies.pick(some), write=write)
+            for place, well in zip(some, done, strict=True):
+                may[place] = well
+            return may
+        self._queued_transfers += sum(moved)
+        return moved
 
     def _split(self, bodies: Bodies) -> int:
         """Bytes from the front that can go past the page cache."""
@@ -173,10 +228,13 @@ class FileMedium(Medium):
             "direct": int(self._direct >= 0),
             "direct_transfers": self._direct_transfers,
             "cached_transfers": self._cached_transfers,
+            "queued": int(self._queue is not None),
+            "queued_transfers": self._queued_transfers,
         }
 
     def close(self) -> None:
         """Let go of the file."""
+        self._queue = None
         os.close(self._cached)
         if self._direct >= 0:
             os.close(self._direct)

@@ -318,7 +318,7 @@ class SlotStore(Backend):
             at, slots, words, records = (part[sound & fits] for part in (at, slots, words, records))
             sizes = records["body"].astype(np.int64)
             batch.headers[at] = records["head"][:, :header_bytes]
-            results = self._transfer(store, store.medium.read, batch, at, slots, sizes)
+            results = self._transfer(store, batch, at, slots, sizes, write=False)
             same = index.unchanged(slots, words)
             index.touch(slots[same])
             if len(batch.stored_sizes):
@@ -330,14 +330,15 @@ class SlotStore(Backend):
     def _transfer(
         self,
         store: _Open,
-        move: Callable[[int, Bodies], bool | None],
         batch: ObjectBatch,
         at: npt.NDArray[np.int64],
         slots: Slots,
         sizes: npt.NDArray[np.int64],
+        *,
+        write: bool,
     ) -> list[PageStatus]:
-        """Move the bodies `at` from or to ascending slots, on the threads; a status for each."""
-        slot_bytes = store.index.geometry.slot_bytes
+        """Move the bodies `at` from or to ascending slots; a status for each."""
+        medium, slot_bytes = store.medium, store.index.geometry.slot_bytes
         bodies = Bodies(
             at.tolist(),
             [batch.bodies[i][:size] for i, size in zip(at.tolist(), sizes.tolist(), strict=True)],
@@ -345,6 +346,28 @@ class SlotStore(Backend):
             batch.checksums,
         )
         offsets = (slots * slot_bytes).tolist()
+        moved = (medium.write_queued if write else medium.read_queued)(offsets, bodies)
+        left = [place for place, well in enumerate(moved) if not well]
+        statuses = [PageStatus.HIT] * len(moved)
+        if left:
+            rest = self._transfer_threaded(
+                medium.write if write else medium.read,
+                [offsets[place] for place in left],
+                bodies.pick(left),
+                self._cut(slots[left], sizes[left], slot_bytes),
+            )
+            for place, status in zip(left, rest, strict=True):
+                statuses[place] = status
+        return statuses
+
+    def _transfer_threaded(
+        self,
+        move: Callable[[int, Bodies], bool | None],
+        offsets: Sequence[int],
+        bodies: Bodies,
+        parts: Sequence[tuple[int, int]],
+    ) -> list[PageStatus]:
+        """Move bodies, in these parts, on the threads; a status for each body."""
 
         def run(part: tuple[int, int]) -> list[PageStatus]:
             begin, end = part
@@ -360,7 +383,6 @@ class SlotStore(Backend):
             # One of them is the reason; the others may be well.
             return [status for one in range(begin, end) for status in run((one, one + 1))]
 
-        parts = self._cut(slots, sizes, slot_bytes)
         return [status for result in self._threads.run(run, parts) for status in result]
 
     def _cut(self, slots: Slots, sizes: npt.NDArray[np.int64], slot_bytes: int) -> list[tuple[int, int]]:
@@ -432,9 +454,8 @@ class SlotStore(Backend):
         results = [PageStatus.ERROR] * len(slots)
         try:
             store.index.forget(slots)
-            results = self._transfer(
-                store, store.medium.write, batch, at, slots, batch.body_sizes[at].astype(np.int64)
-            )
+            sizes = batch.body_sizes[at].astype(np.int64)
+            results = self._transfer(store, batch, at, slots, sizes, write=True)
             done = np.array([result is PageStatus.HIT for result in results])
             store.medium.sync()
             some = at[done]
@@ -451,8 +472,8 @@ class SlotStore(Backend):
                 with self._locked(store.index, end) as index:
                     index.give_back(slots[~written])
                     some = at[written]
-                    sizes = batch.body_sizes[some] + np.uint64(batch.headers.shape[1])
-                    index.publish(slots[written], packed[some], sizes)
+                    whole = batch.body_sizes[some] + np.uint64(batch.headers.shape[1])
+                    index.publish(slots[written], packed[some], whole)
             except LockTimeoutError:
                 self._orphans.append(slots)
                 results = [PageStatus.TIMEOUT] * len(slots)
