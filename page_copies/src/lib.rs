@@ -5,8 +5,8 @@
 //! layouts are of this form, so there is one copy, which looks for what both sides have in common ([`PageCopy`]).
 //!
 //! Bytes that are contiguous on both sides go by [`copy`], or by [`copy_summed`], which makes their checksum on the way.
-//! Of stored objects there are also their [`Header`], [`read_object`], which reads one from a file of its own, and a
-//! [`Queue`], by which a file's bodies are read and written many at a time.
+//! Of stored objects there are also their [`Header`], [`read_object`], which reads one from a file of its own, a
+//! [`Queue`], by which a file's bodies are read and written many at a time, and [`Slots`], which knows where in it they are.
 //!
 //! The crate knows neither Python nor the tree. Everything that can be wrong is found before a byte moves.
 
@@ -21,6 +21,7 @@ mod planes;
 mod queue;
 mod route;
 mod seen;
+mod slots;
 mod stores;
 mod sums;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -34,4 +35,5 @@ pub use header::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES};
 pub use planes::Planes;
 pub use queue::{Body, Queue, Way};
 pub use seen::copy;
+pub use slots::{KEY_WORDS, Shared, Slots};
 pub use sums::{checksum, copy_summed};

@@ -62,7 +62,7 @@ impl Queue {
 
     /// Moves bodies from or to a file that is open with `O_DIRECT`, all of them at once as far as the disk goes along.
     ///
-    /// `seen` is called with the number of a body once its bytes are there: of one that is read, after that; of one that is
+    /// `seen`, if given, is called with the number of a body once its bytes are there: of one that is read, after that; of one that is
     /// written, at any time. It is not called for one that could not be read, and for each other one once.
     ///
     /// Returns which of them were moved, each as a whole. What became of the others is unknown; they can be tried again in
@@ -76,7 +76,7 @@ impl Queue {
         file: RawFd,
         way: Way,
         bodies: &[Body],
-        mut seen: impl FnMut(usize),
+        mut seen: Option<&mut dyn FnMut(usize)>,
     ) -> Vec<bool> {
         let mut moved = vec![false; bodies.len()];
         let Ok(context) = self.take() else { return moved };
@@ -95,11 +95,12 @@ impl Queue {
         let mut next = 0;
         // Groups whose bytes are there, and were not shown yet.
         let mut unseen: VecDeque<usize> = match way {
-            Way::Read => VecDeque::new(),
-            Way::Write => (0..groups.len()).collect(),
+            Way::Write if seen.is_some() => (0..groups.len()).collect(),
+            _ => VecDeque::new(),
         };
         loop {
-            let depth = depth(requests.len() - next + call.under_way, request_bytes);
+            let left = requests.len() - next + call.under_way;
+            let depth = if seen.is_some() { depth(left, request_bytes) } else { DEPTH };
             // SAFETY: this function's contract; `pieces` and `requests` stay where they are.
             unsafe { call.submit(&mut requests, &mut next, depth) };
             if call.under_way == 0 && unseen.is_empty() {
@@ -113,13 +114,13 @@ impl Queue {
                 let group = groups[at].clone();
                 if usize::try_from(result) == Ok(bodies[group.clone()].iter().map(|body| body.bytes).sum()) {
                     moved[group].fill(true);
-                    if way == Way::Read {
+                    if way == Way::Read && seen.is_some() {
                         unseen.push_back(at);
                     }
                 }
             }
-            if let Some(at) = unseen.pop_front() {
-                groups[at].clone().for_each(&mut seen);
+            if let (Some(at), Some(seen)) = (unseen.pop_front(), &mut seen) {
+                groups[at].clone().for_each(seen);
             }
         }
     }
@@ -367,7 +368,7 @@ mod tests {
         let mut memory = vec![0xEE; places.iter().map(|&(_, bytes)| bytes).sum::<usize>() + 1];
         let bodies = bodies(&mut memory, &places);
         let mut seen = vec![0; bodies.len()];
-        let show = |at: usize| {
+        let mut show = |at: usize| {
             seen[at] += 1;
             let Body { start, bytes, offset } = bodies[at];
             // SAFETY: it is within `memory`, and was read.
@@ -375,7 +376,7 @@ mod tests {
             assert!(body == &content[offset as usize..][..bytes], "{at}");
         };
         // SAFETY: the bodies are parts of `memory`, one after the other.
-        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, show) };
+        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, Some(&mut show)) };
         assert_eq!(moved, vec![true; places.len()]);
         assert_eq!(seen, vec![1; places.len()]);
         assert_eq!(memory.last(), Some(&0xEE));
@@ -398,7 +399,8 @@ mod tests {
         let bodies = bodies(&mut memory, &places);
         let mut seen = vec![0; bodies.len()];
         // SAFETY: the bodies are parts of `memory`, one after the other.
-        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Write, &bodies, |at| seen[at] += 1) };
+        let moved =
+            unsafe { queue.transfer(file.as_raw_fd(), Way::Write, &bodies, Some(&mut |at| seen[at] += 1)) };
         assert_eq!(moved, vec![true; places.len()]);
         assert_eq!(seen, vec![1; places.len()]);
         let mut after = vec![0; expected.len()];
@@ -415,7 +417,8 @@ mod tests {
         let bodies = bodies(&mut memory, &[(100, 900), (20_000, 10), (9000, 999), (9999, 2)]);
         let mut seen = Vec::new();
         // SAFETY: the bodies are parts of `memory`, one after the other.
-        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, |at| seen.push(at)) };
+        let moved =
+            unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, Some(&mut |at| seen.push(at))) };
         assert_eq!(moved, [true, false, false, false]);
         assert_eq!(seen, [0]);
     }
@@ -428,11 +431,11 @@ mod tests {
         let only_read = File::open("/dev/zero").unwrap();
         for (file, way) in [(-1, Way::Read), (-1, Way::Write), (only_read.as_raw_fd(), Way::Write)] {
             // SAFETY: the body is `memory`.
-            let moved = unsafe { queue.transfer(file, way, &bodies, |_| {}) };
+            let moved = unsafe { queue.transfer(file, way, &bodies, None) };
             assert_eq!(moved, [false], "{file} {way:?}");
         }
         // SAFETY: there is no body.
-        assert!(unsafe { queue.transfer(-1, Way::Read, &[], |_| panic!("of what?")) }.is_empty());
+        assert!(unsafe { queue.transfer(-1, Way::Read, &[], Some(&mut |_| panic!("of what?"))) }.is_empty());
     }
 
     #[test]
@@ -445,12 +448,13 @@ mod tests {
         let bodies = bodies(&mut memory, &places);
         let failed = catch_unwind(AssertUnwindSafe(|| {
             // SAFETY: the bodies are parts of `memory`, one after the other.
-            unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, |at| assert_ne!(at, 3)) }
+            unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, Some(&mut |at| assert_ne!(at, 3))) }
         }));
         assert!(failed.is_err());
         let mut count = 0;
         // SAFETY: as above.
-        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies[..5], |_| count += 1) };
+        let moved =
+            unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies[..5], Some(&mut |_| count += 1)) };
         assert_eq!((moved, count), (vec![true; 5], 5));
     }
 
@@ -468,7 +472,7 @@ mod tests {
                         let mut memory = vec![0; 50 * 4096];
                         let bodies = bodies(&mut memory, &places);
                         // SAFETY: the bodies are parts of `memory`, one after the other.
-                        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, |_| {}) };
+                        let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, None) };
                         assert_eq!(moved, vec![true; 50]);
                         for (&(offset, bytes), part) in places.iter().zip(memory.chunks(4096)) {
                             assert!(part == &content[offset as usize..][..bytes]);

@@ -47,6 +47,7 @@ __all__ = [
     "check_object_headers",
     "copy_objects",
     "copy_pages",
+    "find_slots",
     "object_checksums",
     "page_hashes",
     "prefix_record",
@@ -1021,6 +1022,25 @@ def read_object(file: int, header: Buffer, body: Buffer, covered: int | None = N
     Raises:
         ArgumentError: not buffers of this kind, or more bytes than the header has. No byte was read.
         OSError: the file can not be read; the memory has anything in it.
+    """
+
+def find_slots(
+    keys: Buffer, hashes: Buffer, buckets: Buffer, words: Buffer, records: Buffer
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Look up keys in an index of slots that processes share (`unified_cache.storage.backends.slot_index`).
+
+    Args:
+        keys: C-contiguous bytes, 152 for each key.
+        hashes: likewise, uint64, one for each key.
+        buckets: likewise, uint64, a power of two of them; other processes may write them meanwhile.
+        words: uint64, one for each slot; likewise.
+        records: 512 bytes for each slot; likewise.
+
+    Returns:
+        The slots, int64 (keys,), -1: not there; and the slots' words when the keys were compared, 0: not there.
+
+    Raises:
+        ArgumentError: not buffers of this kind, or of this length.
     """
 
 @final

@@ -103,16 +103,14 @@ impl IoQueue {
         }
         let (moved, sums) = py.detach(|| {
             let mut sums = vec![0; if headers.is_some() { count } else { 0 }];
+            let mut sum = headers
+                .as_ref()
+                .map(|headers| |at: usize| sums[at] = checksum(headers.front(at), slice_of(&buffers[at])));
+            let seen = sum.as_mut().map(|sum| sum as &mut dyn FnMut(usize));
             // SAFETY: the buffers are contiguous, and may be written where bytes are read from the file; they stay alive and
             // in place while they are exported, which is until this returns. Those that are written do not overlap, as was
             // just seen. Who calls promises that nobody else uses them meanwhile, nor closes the file.
-            let moved = unsafe {
-                self.0.transfer(file, way, &places, |at| {
-                    if let Some(headers) = &headers {
-                        sums[at] = checksum(headers.front(at), slice_of(&buffers[at]));
-                    }
-                })
-            };
+            let moved = unsafe { self.0.transfer(file, way, &places, seen) };
             (moved, sums)
         });
         Ok((moved, PyArray1::from_vec(py, sums)))

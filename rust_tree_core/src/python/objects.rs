@@ -1,8 +1,11 @@
-//! Stored objects: their headers, a batch in a call, and reading one from a file.
+//! Stored objects: their headers, a batch in a call, reading one from a file, and the slots that they are in.
 
 use std::os::fd::RawFd;
 
-use page_copies::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES, Place, read_object as read};
+use numpy::PyArray1;
+use page_copies::{
+    COVERED, HEADER_BYTES, Header, KEY_WORDS, MOST_KEY_BYTES, Place, Shared, Slots, read_object as read,
+};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -101,6 +104,57 @@ pub(super) fn read_object(
     // until this returns. Who calls promises that nobody else uses them meanwhile, nor closes the file.
     let done = py.detach(move || unsafe { read(file, place, covered) });
     done.map_err(|error| os_error(&error))
+}
+
+/// Slots, and their words.
+type Found<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<u64>>);
+
+/// The slots that keys are in, -1 for none, and the slots' words; the interpreter's lock is held, for a microsecond or two a
+/// key.
+#[pyfunction]
+pub(super) fn find_slots<'py>(
+    py: Python<'py>,
+    keys: &Bound<'py, PyAny>,
+    hashes: &Bound<'py, PyAny>,
+    buckets: &Bound<'py, PyAny>,
+    words: &Bound<'py, PyAny>,
+    records: &Bound<'py, PyAny>,
+) -> PyResult<Found<'py>> {
+    let (keys, hashes) = (bytes_of(keys, "keys")?, bytes_of(hashes, "hashes")?);
+    let (hashes, _) = slice_of(&hashes).as_chunks();
+    check_count(py, "keys", keys.len_bytes(), KEY_WORDS * size_of::<u64>(), hashes.len())?;
+    let (buckets, words) = (bytes_of(buckets, "buckets")?, bytes_of(words, "words")?);
+    let records = bytes_of(records, "records")?;
+    let slots = Slots {
+        buckets: shared(py, &buckets, "buckets")?,
+        words: shared(py, &words, "words")?,
+        records: shared(py, &records, "records")?,
+    };
+    if !(buckets.len_bytes() / size_of::<u64>()).is_power_of_two() {
+        let text = format!("buckets has {} bytes, not 8 times a power of two", buckets.len_bytes());
+        return Err(argument_error(py, text));
+    }
+    let (key_words, _) = slice_of(&keys).as_chunks::<{ size_of::<u64>() }>();
+    let (found, seen): (Vec<i64>, Vec<u64>) = key_words
+        .chunks_exact(KEY_WORDS)
+        .zip(hashes)
+        .map(|(key, &hash)| {
+            let key = std::array::from_fn(|at| u64::from_ne_bytes(key[at]));
+            let found = slots.find(&key, u64::from_ne_bytes(hash));
+            found.map_or((-1, 0), |(slot, word)| (slot.cast_signed() as i64, word))
+        })
+        .unzip();
+    Ok((PyArray1::from_vec(py, found), PyArray1::from_vec(py, seen)))
+}
+
+fn shared(py: Python<'_>, buffer: &PyUntypedBuffer, name: &str) -> PyResult<Shared> {
+    let start = buffer.buf_ptr().cast_const().cast::<u64>();
+    if !start.is_aligned() {
+        return Err(argument_error(py, format!("{name} does not begin at a multiple of 8")));
+    }
+    // SAFETY: the buffer is contiguous, and stays alive and in place while it is exported, which is for as long as the caller
+    // uses what is made of it. Whatever other processes write there, it can be read.
+    Ok(unsafe { Shared::new(start, buffer.len_bytes() / size_of::<u64>()) })
 }
 
 fn overlap(one: &PyUntypedBuffer, other: &PyUntypedBuffer) -> bool {

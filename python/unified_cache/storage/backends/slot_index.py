@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from unified_cache._native import find_slots
 from unified_cache.errors import StorageError
 from unified_cache.storage.backends.process_locks import ProcessLocks
 from unified_cache.storage.backends.slot_records import (
@@ -276,29 +277,9 @@ class SlotIndex:
         return self._find(packed, hashes_of(packed))
 
     def _find(self, packed: U64, hashes: U64) -> Found:
-        slots = np.full(len(packed), -1, np.int64)
-        words = np.zeros(len(packed), np.uint64)
-        at = hashes & np.uint64(self._mask)
-        high = hashes >> _HIGH
-        left = np.arange(len(packed))
-        for _ in range(self._mask + 1):
-            if not len(left):
-                break
-            entries = self._bucket_array[at[left]]
-            low = entries & _LOW
-            hit = ((entries >> _HIGH) == high[left]) & (low != 0) & (low != _GONE)
-            if hit.any():
-                candidates = left[hit]
-                there = low[hit].astype(np.int64) - 1
-                seen = self._words[there]
-                same = (seen & _STATE) == _PUBLISHED
-                same &= (self._records["key"][there] == packed[candidates]).all(axis=1)
-                same &= self._words[there] == seen
-                slots[candidates[same]] = there[same]
-                words[candidates[same]] = seen[same]
-            left = left[(entries != 0) & (slots[left] < 0)]
-            at[left] = (at[left] + np.uint64(1)) & np.uint64(self._mask)
-        return Found(slots, words)
+        return Found(
+            *find_slots(packed.data, hashes.data, self._bucket_array.data, self._words.data, self._records.data)
+        )
 
     def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
         """Which of many keys, digests in hex with one ending, seem to be here: the hash of a key is believed.

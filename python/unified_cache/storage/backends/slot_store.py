@@ -313,18 +313,23 @@ class SlotStore(Backend):
             # Not torn by somebody who writes now: its sizes may be believed.
             sound = index.unchanged(slots, words)
             fits = (records["header"] == header_bytes) & (records["body"] <= batch.body_sizes[at])
-            for i in at[sound & ~fits].tolist():
-                statuses[i] = PageStatus.CORRUPT
-            at, slots, words, records = (part[sound & fits] for part in (at, slots, words, records))
+            if not (sound & fits).all():
+                for i in at[sound & ~fits].tolist():
+                    statuses[i] = PageStatus.CORRUPT
+                at, slots, words, records = (part[sound & fits] for part in (at, slots, words, records))
             sizes = records["body"].astype(np.int64)
             batch.headers[at] = records["head"][:, :header_bytes]
             results = self._transfer(store, batch, at, slots, sizes, write=False)
-            same = index.unchanged(slots, words)
-            index.touch(slots[same])
             if len(batch.stored_sizes):
-                batch.stored_sizes[at] = records["body"]
-            for i, result, counts in zip(at.tolist(), results, same.tolist(), strict=True):
-                statuses[i] = result if counts else PageStatus.MISS
+                batch.stored_sizes[at] = sizes
+            for i, result in zip(at.tolist(), results, strict=True):
+                statuses[i] = result
+            same = index.unchanged(slots, words)
+            if not same.all():
+                for i in at[~same].tolist():
+                    statuses[i] = PageStatus.MISS
+                slots = slots[same]
+            index.touch(slots)
             return statuses
 
     def _transfer(

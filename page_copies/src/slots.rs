@@ -1,0 +1,180 @@
+//! Looking up keys in an index of slots that several processes map (`storage/backends/slot_index.py` says how it is made).
+
+use std::sync::atomic::{Ordering, fence};
+
+/// Words of a key.
+pub const KEY_WORDS: usize = 19;
+/// Words of a slot's record, and the one that its key begins with.
+const RECORD_WORDS: usize = 64;
+const KEY_AT: usize = 5;
+
+/// A slot's word: the bits of its state, and the state of one whose object can be read.
+const STATE: u64 = 3;
+const PUBLISHED: u64 = 2;
+/// A bucket's lower half if its object has gone; the slot and one otherwise.
+const GONE: u64 = 0xFFFF_FFFF;
+
+/// Words of memory that other processes write meanwhile.
+#[derive(Clone, Copy)]
+pub struct Shared {
+    start: *const u64,
+    words: usize,
+}
+
+// SAFETY: an address and a number; whoever makes one promises that it can be read from any thread.
+unsafe impl Send for Shared {}
+// SAFETY: likewise.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// # Safety
+    /// So many words from `start`, which is aligned to them, must be memory that can be read for as long as this is used.
+    pub unsafe fn new(start: *const u64, words: usize) -> Self {
+        Self { start, words }
+    }
+
+    fn get(self, at: usize) -> Option<u64> {
+        // SAFETY: within the memory, by the contract of `new`. Others may write it: it is read once, as it is.
+        (at < self.words).then(|| unsafe { self.start.add(at).read_volatile() })
+    }
+}
+
+/// Index and table of a store.
+#[derive(Clone, Copy)]
+pub struct Slots {
+    /// Hash table: half of a key's hash, and the slot and one; a power of two of them.
+    pub buckets: Shared,
+    /// One for each slot: state, and what tells its uses apart.
+    pub words: Shared,
+    /// Of 64 words each.
+    pub records: Shared,
+}
+
+impl Slots {
+    /// The slot that a key is in, and the slot's word when the keys were compared.
+    ///
+    /// No lock is held: a word that is another one later says that the slot was given to somebody else meanwhile.
+    #[must_use]
+    pub fn find(&self, key: &[u64; KEY_WORDS], hash: u64) -> Option<(usize, u64)> {
+        let mask = self.buckets.words.checked_sub(1)?;
+        let first = hash as usize & mask;
+        for at in (first..=mask).chain(0..first) {
+            let entry = self.buckets.get(at)?;
+            if entry == 0 {
+                return None;
+            }
+            let low = entry & GONE;
+            if entry >> 32 == hash >> 32
+                && low != 0
+                && low != GONE
+                && let Some(found) = self.holds(low as usize - 1, key)
+            {
+                return Some(found);
+            }
+        }
+        None
+    }
+
+    fn holds(&self, slot: usize, key: &[u64; KEY_WORDS]) -> Option<(usize, u64)> {
+        let word = self.words.get(slot).filter(|word| word & STATE == PUBLISHED)?;
+        fence(Ordering::Acquire);
+        let record = slot * RECORD_WORDS + KEY_AT;
+        let same = key.iter().zip(record..).all(|(&word, at)| self.records.get(at) == Some(word));
+        fence(Ordering::Acquire);
+        (same && self.words.get(slot) == Some(word)).then_some((slot, word))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An index in memory of our own, made by the rules of the one in Python.
+    struct Made {
+        buckets: Vec<u64>,
+        words: Vec<u64>,
+        records: Vec<u64>,
+    }
+
+    impl Made {
+        fn new(slots: usize) -> Self {
+            Self {
+                buckets: vec![0; (2 * slots).next_power_of_two()],
+                words: vec![0; slots],
+                records: vec![0; slots * RECORD_WORDS],
+            }
+        }
+
+        fn slots(&self) -> Slots {
+            let shared = |words: &[u64]| {
+                // SAFETY: the vectors live longer than what is made here, which no test keeps.
+                unsafe { Shared::new(words.as_ptr(), words.len()) }
+            };
+            Slots {
+                buckets: shared(&self.buckets),
+                words: shared(&self.words),
+                records: shared(&self.records),
+            }
+        }
+
+        fn put(&mut self, slot: usize, key: &[u64; KEY_WORDS], hash: u64) {
+            let mask = self.buckets.len() - 1;
+            let mut at = hash as usize & mask;
+            while self.buckets[at] != 0 {
+                at = (at + 1) & mask;
+            }
+            self.buckets[at] = (hash >> 32 << 32) | (slot as u64 + 1);
+            self.words[slot] = (7 << 14) | PUBLISHED;
+            self.records[slot * RECORD_WORDS + KEY_AT..][..KEY_WORDS].copy_from_slice(key);
+        }
+    }
+
+    fn key(number: u64) -> [u64; KEY_WORDS] {
+        std::array::from_fn(|at| number * 31 + at as u64)
+    }
+
+    #[test]
+    fn keys_are_found_where_they_are() {
+        let mut made = Made::new(8);
+        // All in one bucket, at the end of the table, and with one upper half.
+        let hash = (5 << 32) | 15;
+        for number in 0..8 {
+            made.put(7 - number as usize, &key(number), hash);
+        }
+        for number in 0..8 {
+            let found = made.slots().find(&key(number), hash);
+            assert_eq!(found, Some((7 - number as usize, (7 << 14) | PUBLISHED)));
+        }
+        assert_eq!(made.slots().find(&key(8), hash), None);
+        assert_eq!(made.slots().find(&key(1), hash + (1 << 32)), None);
+        assert_eq!(made.slots().find(&key(1), 8), None);
+    }
+
+    #[test]
+    fn what_can_not_be_read_is_passed_over() {
+        let mut made = Made::new(4);
+        let hash = 9 << 32;
+        for number in 0..4 {
+            made.put(number as usize, &key(number), hash);
+        }
+        made.words[0] = (7 << 14) | 1; // is being written
+        made.buckets[1] |= GONE;
+        made.buckets[2] = (9 << 32) + 100; // of no such slot
+        for number in 0..3 {
+            assert_eq!(made.slots().find(&key(number), hash), None);
+        }
+        assert_eq!(made.slots().find(&key(3), hash), Some((3, (7 << 14) | PUBLISHED)));
+        made.records[3 * RECORD_WORDS + KEY_AT + KEY_WORDS - 1] ^= 1;
+        assert_eq!(made.slots().find(&key(3), hash), None);
+    }
+
+    #[test]
+    fn an_index_that_is_full_or_empty_ends() {
+        let mut made = Made::new(2);
+        assert_eq!(made.slots().find(&key(1), 0), None);
+        made.buckets.fill((3 << 32) | GONE);
+        assert_eq!(made.slots().find(&key(1), 3 << 32), None);
+        made.buckets.clear();
+        assert_eq!(made.slots().find(&key(1), 0), None);
+    }
+}
