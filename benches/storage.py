@@ -4,7 +4,8 @@
 - `file`: batches of 32 pages of 1 MiB and of 256 KiB, read cold (the kernel's cache of the file dropped
   before each) into memory like that of a host pool, against the best plain `preadv` of as many pages that
   lie one after the other in the same file: with as many threads, with O_DIRECT or without, one call a page
-  or one a thread. Writes against the best plain `pwritev` and `fdatasync` of as many bytes in a file beside it.
+  or one a thread. Writes against the best plain `pwritev` and `fdatasync` of as many bytes in a file beside
+  it.
 - `mmap` and `shm`: warm pages, against `numpy.copyto` of as many bytes with as many threads. A write to
   `mmap` is on disk when it ends, which no copy is.
 - restart (``--restart``): a store of many objects opened by a new process, as after a kill and as after a
@@ -121,9 +122,9 @@ def file_rows(folder: Path, page_bytes: int, threads: int, rounds: int) -> list[
     with open(plain_path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, BATCHES * PAGES * page_bytes)
     ways = {
-        f"{'direct' if flags else 'cached'} {'a call a thread' if joined else 'a call a page'}": (flags, joined)
-        for flags in (0, os.O_DIRECT)
-        for joined in (False, True)
+        f"{cache} a call a {unit}": (flags, unit == "thread")
+        for cache, flags in (("cached", 0), ("direct", os.O_DIRECT))
+        for unit in ("page", "thread")
     }
     plains = {name: Plain(plain_path, threads, *way) for name, way in ways.items()}
     writes: dict[str, list[float]] = {name: [] for name in ("ours", *plains)}

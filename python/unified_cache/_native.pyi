@@ -1037,7 +1037,7 @@ def find_slots(
         records: 512 bytes for each slot; likewise.
 
     Returns:
-        The slots, int64 (keys,), -1: not there; and the slots' words when the keys were compared, 0: not there.
+        The slots, int64 (keys,), and their words when the keys were compared; -1 and 0 of what is not there.
 
     Raises:
         ArgumentError: not buffers of this kind, or of this length.

@@ -53,6 +53,11 @@ class TestFile(BackendConformance):
         return FileBackend(folder / "store", SMALL)
 
 
+class TestFileByThreads(TestFile):
+    def open(self, folder: Path) -> Backend:
+        return FileBackend(folder / "store", SIZE, slot_bytes=self.body_bytes, queued=False)
+
+
 class TestFileThatEvictsNothing(TestFile):
     def open(self, folder: Path) -> Backend:
         return FileBackend(folder / "store", SIZE, threads=1, direct=False)

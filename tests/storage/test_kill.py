@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.storage import writers
-from tests.storage.writers import BODY_BYTES, KEYS, SLOTS, batch_of, contents, open_store
+from tests.storage.writers import BODY_BYTES, KEYS, SIZE, SLOTS, batch_of, contents, open_store
 from unified_cache.storage.backends.file import FileBackend
 from unified_cache.storage.backends.slot_store import SlotStore
 from unified_cache.storage.conformance import HEADER_BYTES, Memory
@@ -194,7 +194,8 @@ def test_crashes_of_the_machine(
     tmp_path: Path, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-    store = open_store("file", str(tmp_path / "store"), threads=1)
+    # By calls that the disk can look into; otherwise bodies go the same way between the same two others.
+    store = FileBackend(tmp_path / "store", SIZE, slot_bytes=BODY_BYTES, threads=1, queued=False)
     first = len(disk.writes)  # the store itself is made in one go, which is tried elsewhere
     rng, memory = random.Random(9), Memory(6, BODY_BYTES)
     acknowledged: list[tuple[int, set[str]]] = []  # writes so far, and what was there

@@ -132,7 +132,8 @@ class MappedMemory:
             reason = _ask_for_huge_pages(self._mapping)
             if reason is not None and options.huge_pages != "auto":
                 _warn(
-                    f"huge_pages=True: no huge pages ({reason}, see {_HUGE_PAGES}); going on with ordinary ones"
+                    f"huge_pages=True: no huge pages ({reason}, see {_HUGE_PAGES}); "
+                    "going on with ordinary ones"
                 )
         if (node := _node(options, device)) is not None:
             try:

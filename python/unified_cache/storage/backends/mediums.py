@@ -109,7 +109,7 @@ def _rest(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 class FileMedium(Medium):
-    """Past the page cache where file system and memory allow it, and then all at once; else preadv and pwritev.
+    """Past the page cache and all at once where file system and memory allow it; else preadv and pwritev.
 
     The host tier is the cache of what lies here: a second one in the kernel only costs a copy and memory.
 

@@ -277,9 +277,8 @@ class SlotIndex:
         return self._find(packed, hashes_of(packed))
 
     def _find(self, packed: U64, hashes: U64) -> Found:
-        return Found(
-            *find_slots(packed.data, hashes.data, self._bucket_array.data, self._words.data, self._records.data)
-        )
+        index = (self._bucket_array.data, self._words.data, self._records.data)
+        return Found(*find_slots(packed.data, hashes.data, *index))
 
     def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
         """Which of many keys, digests in hex with one ending, seem to be here: the hash of a key is believed.
