@@ -71,6 +71,13 @@ _OTHER_WRITER_SECONDS = 0.25
 _CLOSE_SECONDS = 1.5
 _GONE_SECONDS = 3.0
 _ASK_SECONDS = 1.0
+# Over shared memory. So long a client gets to find an owner that is back by itself, which it tries every two
+# seconds; and so long after an owner has gone on nothing of what it was asked before can be left.
+_FIND_SECONDS = 5.0
+_DRAIN_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
+_NOWHERE = 4096  # an address that no memory has
+_NO_KEY = "unified-cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +94,8 @@ class MooncakeSettings:
         metadata: metadata server; P2PHANDSHAKE: none is needed.
         client: host:port of a `mooncake_client` on this machine that does the work (over shared memory); "":
             this process does.
-        bounce_bytes: with `client`, or with RDMA for memory that was never registered: memory that bodies are
-            copied through.
+        bounce_bytes: with `client` for memory that is not its own, with RDMA for memory that was never
+            registered: memory that bodies are copied through.
         metrics_port: the master's HTTP port; 0: there is none, so no `keys` and no `stats`.
         force: `delete` removes also what somebody has read or asked for within the lease.
     """
@@ -217,6 +224,55 @@ def _address_of(memory: npt.NDArray[np.uint8]) -> int:
     return int(memory.ctypes.data)
 
 
+def _shared_memory(module: Any, count: int, fix: str) -> memoryview:
+    """Memory of a kind that a client over shared memory takes; it goes with the last view.
+
+    Raises:
+        StorageError: it can not be had.
+    """
+    allocator, said = module.MooncakeHostMemAllocator(), "it gave none"
+    address = 0
+    try:
+        address = allocator.alloc(count)
+    except RuntimeError as error:
+        said = str(error)
+    if not address:
+        raise StorageError(
+            f"{count} bytes of shared memory for mooncake_client can not be had ({said}): {fix}"
+        )
+    whole = (ctypes.c_uint8 * count).from_address(address)
+    # Not at exit: daemon threads may still use it then.
+    weakref.finalize(whole, _free, allocator, address, os.getpid()).atexit = False
+    return memoryview(whole).cast("B")
+
+
+def _free(allocator: Any, address: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child may have something else there
+        allocator.free(address)
+
+
+class _Line:
+    """A connection to a process of this machine that nothing is sent over: it ends when the process does."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(False)
+
+    @property
+    def ended(self) -> bool:
+        """The process is gone, with all that it was about to write."""
+        try:
+            return not self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Give it back."""
+        self._socket.close()
+
+
 class _Block:
     """Memory that the client knows, for one native call: headers, and bodies that must go through it."""
 
@@ -234,7 +290,11 @@ class MooncakeBackend(Backend):
     """Objects in a Mooncake Store. The first writer of a key wins, as the store has it.
 
     Headers and bodies are read and written where they are (headers through a little memory of its own that is
-    registered); bodies are copied once more only with `client`, whose shared memory is its own.
+    registered). A `client` reaches only shared memory that was allocated by its package: `host_memory` gives
+    some, and bodies elsewhere are copied once more.
+
+    An owner over shared memory that hangs reads and writes when it goes on, whatever has become of the call.
+    So a call whose bodies it can reach does not return before it is certain that it will not: see `_hold`.
 
     Over TCP one native call runs at a time: connections to an owner are shared, so a second one would only
     wait for the first, and no longer end within the deadline if the owner hangs. What can still take longer:
@@ -260,13 +320,21 @@ class MooncakeBackend(Backend):
         self._reopening = False  # one call is replacing a client over shared memory that has lost its owner
         self._sizes_vary = False  # objects shorter than their memory were met
         self._ranges: list[tuple[int, int]] = []
-        self._allocated: list[tuple[Any, int]] = []  # allocator, address
+        self._pools: list[memoryview] = []  # that bodies lie in
+        self._direct: list[tuple[int, int]] = []  # of these, what the client reaches
+        self._bounce_all = False  # it turned out that it does not reach them
+        self._warned = False  # of that
+        self._line: _Line | None = None
+        self._fence = threading.Lock()
+        self._fenced = False  # the owner can not reach bodies any more, not by what it was asked so far
+        self._unregistered = False  # the package knows that they are not registered
+        self._found = 0.0  # when the owner was first there again
+        self._transfers = {"direct_transfers": 0, "bounced_transfers": 0}
         self._kept: list[npt.NDArray[np.uint8]] = []
-        self._registered: list[memoryview] = []
         self._pages, self._call_seconds = self._call_limits()
         # A transfer that failed after fewer seconds was not given up for want of progress.
         self._stall = 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
-        self._reach()
+        self._reach().close()
         self._store = self._connect()
         self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
         # Started now, since a process that ends starts no thread any more.
@@ -308,14 +376,14 @@ class MooncakeBackend(Backend):
         stall = 2 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
         return _MOST_PACED_PAGES, wait + stall * ((lanes + queued) // lanes)
 
-    def _reach(self) -> None:
-        """Return if somebody listens where the first hop goes.
+    def _reach(self) -> socket.socket:
+        """A connection to where the first hop goes, if somebody listens there.
 
         The client itself takes 4.3 s for each call to a master that is gone, and 8 s to find out at setup.
         """
         host, port = self._target
         try:
-            socket.create_connection((host, port), timeout=min(1.0, self._deadline / 4)).close()
+            return socket.create_connection((host, port), timeout=min(1.0, self._deadline / 4))
         except OSError as error:
             what, fix = ("client", "client=") if self._settings.client else ("master", "the URL")
             raise StorageError(
@@ -328,6 +396,8 @@ class MooncakeBackend(Backend):
         store = self._module.MooncakeDistributedStore()
         if settings.client:
             what = f"mooncake_client {settings.client}"
+            # Before the client, so that it is not of a later process than the client's.
+            self._line = _Line(self._reach())
             code = store.setup_dummy(_LOCAL_BUFFER, _LOCAL_BUFFER, settings.client)
         else:
             what = f"mooncake master {settings.master}"
@@ -349,24 +419,50 @@ class MooncakeBackend(Backend):
         return store
 
     def _reopen(self) -> None:
-        """Take a new client: one over shared memory does not find its owner again, nor does a new owner know
-        its memory. Nobody else is in a call."""
+        """Take a new client: one over shared memory does not always find its owner again, nor does a new
+        owner know its memory. Nobody else is in a call."""
+        self._let_go()
         self._drop()
         self._store = self._connect()
+        self._fenced = self._unregistered = self._bounce_all = False
+        self._found = 0.0
         self._make_blocks()
+        for memory in self._pools:
+            self._adopt(memory)
         self._suspect = False
+
+    def _let_go(self) -> None:
+        """Have the package know that bodies' memory is registered no more: else no client registers it again.
+
+        It takes the owner's word alone. If the owner is another process by now, the client tells it of this
+        memory as soon as it has noticed, so it gets the time for that.
+        """
+        if not self._direct or self._unregistered:
+            return
+        now = time.monotonic()
+        self._found = self._found or now
+        if not self._answers() and now < self._found + _FIND_SECONDS:
+            raise StorageError(f"mooncake client {self._settings.client} is found again: try again later")
+        self._unregister_pools()
+
+    def _unregister_pools(self) -> bool:
+        codes = [self._store.unregister_buffer(start) for start, _ in self._direct]
+        self._unregistered = all(code == 0 for code in codes)
+        return self._unregistered
 
     def _drop(self) -> None:
         """Give back the client and everything that it knew."""
         while not self._blocks.empty():
             self._blocks.get()
-        for start, _ in self._ranges:
-            self._store.unregister_buffer(start)
+        # One that is gone would be waited for, 4.3 s for each.
+        if self._line is None or not self._line.ended:
+            for start, _ in self._ranges + ([] if self._unregistered else self._direct):
+                self._store.unregister_buffer(start)
         self._store.close()
-        for allocator, address in self._allocated:
-            allocator.free(address)
+        if self._line is not None:
+            self._line.close()
         self._ranges.clear()
-        self._allocated.clear()
+        self._direct.clear()
         self._kept.clear()
 
     def _make_blocks(self) -> None:
@@ -381,20 +477,12 @@ class MooncakeBackend(Backend):
     def _own_memory(self, count: int) -> npt.NDArray[np.uint8]:
         """Registered memory."""
         if self._settings.client:
-            allocator = self._module.MooncakeHostMemAllocator()
-            address = allocator.alloc(count)
-            if not address:
-                raise StorageError(
-                    f"{count} bytes of shared memory for mooncake_client {self._settings.client} can not be "
-                    "had: choose a smaller bounce=, or see that /dev/shm has room"
-                )
-            self._allocated.append((allocator, address))
-            mapped = memoryview((ctypes.c_uint8 * count).from_address(address)).cast("B")
-            memory = np.frombuffer(mapped, np.uint8)
+            memory = np.frombuffer(_shared_memory(self._module, count, "choose a smaller bounce="), np.uint8)
         else:
             memory = np.zeros(count, np.uint8)
         self._kept.append(memory)
         self._register(_address_of(memory), count)
+        self._ranges.append((_address_of(memory), _address_of(memory) + count))
         return memory
 
     def _register(self, address: int, count: int) -> None:
@@ -404,14 +492,28 @@ class MooncakeBackend(Backend):
                 f"mooncake refused to register {count} bytes of memory ({code}): memory can not be "
                 "registered twice or overlap, and RDMA needs room under ulimit -l"
             )
-        self._ranges.append((address, address + count))
+
+    def host_memory(self, size: int) -> memoryview | None:
+        """With `client`, memory that it reaches; it is touched by one thread, about 1 GB a second."""
+        self._require_open()
+        if not self._settings.client:
+            return None
+        return _shared_memory(self._module, size, "make hicache_ratio or hicache_size smaller")
 
     def register(self, memory: memoryview) -> None:
-        """Bodies will lie in this memory; with `client` they are copied through the client's own."""
+        """Bodies will lie in this memory; what `client` does not reach they are copied from and to."""
         with self._calling():
-            if memory.nbytes and not self._settings.client:
-                self._register(_address_of(np.frombuffer(memory, np.uint8)), memory.nbytes)
-                self._registered.append(memory)  # it may have to outlive `close`
+            if memory.nbytes:
+                self._adopt(memory)
+                self._pools.append(memory)  # it may have to outlive `close`
+
+    def _adopt(self, memory: memoryview) -> None:
+        start = _address_of(np.frombuffer(memory, np.uint8))
+        if not self._settings.client:
+            self._register(start, memory.nbytes)
+        elif self._store.register_buffer(start, memory.nbytes) != 0:
+            return  # it is not of its package
+        self._direct.append((start, start + memory.nbytes))
 
     # Calls
 
@@ -424,7 +526,10 @@ class MooncakeBackend(Backend):
         with self._state:
             if self._closed:
                 raise ClosedError("the mooncake backend was closed before this call")
-            lost = self._suspect and bool(self._settings.client)
+            if self._line is not None and not self._suspect and self._line.ended:
+                self._suspect = True  # a new process may answer, and knows nothing of this one
+            suspect = self._suspect or self._fenced
+            lost = suspect and bool(self._settings.client)
             if self._reopening or (lost and self._calls):
                 raise StorageError(
                     f"mooncake client {self._settings.client} was lost and is looked for: try again later"
@@ -433,8 +538,8 @@ class MooncakeBackend(Backend):
             self._reopening = lost
         try:
             started = time.monotonic()
-            if self._suspect:
-                self._reach()
+            if suspect:
+                self._reach().close()
             if lost:
                 self._reopen()
             yield started
@@ -458,6 +563,65 @@ class MooncakeBackend(Backend):
                 f"mooncake at {host}:{port} was asked for {len(codes)} objects and answered {unreached[0]} "
                 f"({said}): see that it runs; it is used again as soon as it answers"
             )
+
+    def _answers(self) -> bool:
+        """The owner over shared memory says something; it need not ask its master for that."""
+        return bool(self._ask(_NOWHERE) == _WRONG_SIZE)
+
+    def _knows(self, address: int) -> bool:
+        """The owner reaches this memory; also if it does not say."""
+        return bool(self._ask(address) != _WRONG_SIZE)
+
+    def _ask(self, address: int) -> int:
+        (code,) = self._store.batch_get_into_multi_buffers([_NO_KEY], [[address]], [[1]])
+        return int(code)
+
+    def _hold(self, codes: Sequence[int]) -> None:
+        """If the owner has not answered, return when it can do nothing more of what it was asked.
+
+        One that hangs works off what it was sent when it goes on, also if nobody waits for that any more.
+        Memory that it has unregistered it does not touch: it waits for what is under way then, and refuses
+        what comes later (both was seen). So this may take as long as it hangs.
+        """
+        if not any(code in _UNREACHED for code in codes):
+            return
+        self._suspect = True
+        assert self._line is not None
+        answered = 0.0
+        with self._fence:
+            while not self._fenced:
+                if self._line.ended:
+                    self._fenced = True
+                elif self._answers():
+                    answered = answered or time.monotonic()
+                    # It may have forgotten the memory in the meantime, until the client tells it again.
+                    drained = time.monotonic() > answered + _DRAIN_SECONDS
+                    self._fenced = self._unregister_pools() or drained
+                if not self._fenced:
+                    time.sleep(_LOOK_SECONDS)
+
+    def _check_known(self, codes: Sequence[int], block: _Block, pieces: Sequence[Sequence[int]]) -> None:
+        """Raise if the owner answered so because it does not know the memory: nothing is wrong with objects.
+
+        It may be another process than before, or have taken this one for dead.
+        """
+        if not all(code == _WRONG_SIZE for code in codes):
+            return
+        name = f"mooncake client {self._settings.client}"
+        if not self._knows(_address_of(block.headers)):
+            self._suspect = True
+            raise StorageError(f"{name} has forgotten the memory of this process: try again")
+        if all(self._knows(piece) for piece in {pieces[0][-1], pieces[-1][-1]}):
+            return
+        self._bounce_all = True
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s was restarted, and can not be told of the host pool's memory: from now on pages are "
+                "copied once more on their way",
+                name,
+            )
+        raise StorageError(f"{name} does not know the host pool's memory any more: try again")
 
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """How many of each run are stored; what is being written right now is not."""
@@ -514,6 +678,7 @@ class MooncakeBackend(Backend):
             keys = [batch.keys[row] for row in rows]
             codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
+            self._look_at(codes, block, addresses, bounced)
             heard += codes
             failed, copied = [], []
             headers = block.headers[: len(rows) * header].reshape(len(rows), header)
@@ -617,6 +782,7 @@ class MooncakeBackend(Backend):
             keys = [batch.keys[row] for row in rows]
             codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
+            self._look_at(codes, block, addresses, bounced)
         heard += codes
         late = False
         for row, code in zip(rows, codes, strict=True):
@@ -687,13 +853,26 @@ class MooncakeBackend(Backend):
 
     def _bounced(self, batch: ObjectBatch) -> bool:
         """Bodies have to be copied through memory that the client knows."""
-        if self._settings.client:
-            return True
-        if self._settings.protocol == "tcp":
+        if self._settings.protocol == "tcp" and not self._settings.client:
             return False  # reads and writes any memory
-        first = int(batch.body_addresses.min())
-        last = int((batch.body_addresses + batch.body_sizes).max())
-        return not any(start <= first and last <= end for start, end in self._ranges)
+        if self._bounce_all:
+            return True
+        firsts, lasts = batch.body_addresses, batch.body_addresses + batch.body_sizes
+        known = np.zeros(len(batch), np.bool_)
+        for start, end in self._direct:
+            known |= (firsts >= start) & (lasts <= end)
+        return not known.all()
+
+    def _look_at(
+        self, codes: Sequence[int], block: _Block, pieces: Sequence[Sequence[int]], bounced: bool
+    ) -> None:
+        """What answers to a native call say of the client, before its memory is given back."""
+        if self._settings.client:
+            if not bounced:
+                self._hold(codes)
+            self._check_known(codes, block, pieces)
+        with self._state:
+            self._transfers["bounced_transfers" if bounced else "direct_transfers"] += len(codes)
 
     def _pieces(
         self, batch: ObjectBatch, rows: list[int], sizes: list[int], block: _Block, bounced: bool
@@ -761,6 +940,9 @@ class MooncakeBackend(Backend):
     def stats(self) -> dict[str, int]:
         """`objects`, `bytes` and `capacity_bytes` of the whole store, over the master's HTTP port.
 
+        And of this backend how many bodies went straight between their memory and the client
+        (`direct_transfers`), and how many were copied once more (`bounced_transfers`).
+
         Raises:
             StorageError: it does not answer there.
         """
@@ -777,12 +959,14 @@ class MooncakeBackend(Backend):
             "capacity_bytes": "master_total_capacity_bytes",
         }
         try:
-            return {name: int(float(values[metric])) for name, metric in names.items()}
+            found = {name: int(float(values[metric])) for name, metric in names.items()}
         except (KeyError, ValueError) as error:
             raise StorageError(
                 f"http://{self._settings.host}:{self._settings.metrics_port}/metrics is not that of a "
                 f"mooncake master ({error}): set metrics= to its --metrics_port"
             ) from error
+        with self._state:
+            return found | self._transfers
 
     def _http(self, path: str) -> str:
         host, port = self._settings.host, self._settings.metrics_port
@@ -859,7 +1043,7 @@ class MooncakeBackend(Backend):
             self._drop()
         except Exception:  # it is as gone as it can be
             _log.exception("the mooncake client of %s could not be closed", self._settings.master)
-        self._registered.clear()
+        self._pools.clear()
         _open.discard(self)
         self._enter("gone")
 
@@ -872,7 +1056,7 @@ class MooncakeBackend(Backend):
         if not (self._settings.client or self._settings.segment_bytes):
             return True
         try:
-            self._reach()
+            self._reach().close()
         except StorageError:
             return bool(self._settings.client)  # it is not there, and nobody waits for it then
         return self._store.is_exist("unified-cache") not in _UNREACHED
