@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.cache.support import PAGE, assert_nothing_held, make_cache, make_pool, serve, toks
 from tests.storage.mooncake_objects import Memory
 from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
+from unified_cache import UnifiedCache
 from unified_cache.errors import ClosedError, StorageError
 from unified_cache.storage.backends.mooncake import MooncakeBackend, client_environment
 from unified_cache.storage.contract import PageStatus
@@ -189,6 +191,62 @@ def test_the_real_client_reaches_any(servers: tuple[Master, Owner]) -> None:
     backend = MooncakeBackend.from_url(StorageUrl.parse(url), DEADLINE)
     assert backend.host_memory(4096) is None
     backend.close()
+
+
+@pytest.mark.parametrize("pools", [1, 2])
+def test_a_whole_cache(servers: tuple[Master, Owner], pools: int) -> None:
+    master, owner = servers
+    opened(master, owner).close()  # empties the store
+    url = f"mooncake://{master.address}?force=1&metrics={master.metrics_port}&client={owner.address}"
+    tokens = toks(12 * PAGE + 1)
+
+    def cache() -> UnifiedCache:
+        device = [make_pool(16, layers=2 + at) for at in range(pools)]
+        return make_cache(device, storage=url, prefetch_threshold=PAGE)
+
+    with cache() as first:
+        assert all(pool.lent for pool in first.host_pools)
+        serve(first, tokens)
+        assert first.flush(30)
+        first.reset()
+        assert serve(first, tokens) == (0, 0, 12 * PAGE)  # every page is compared
+        assert first._storage is not None
+        backend = first._storage.guard.backend
+        assert isinstance(backend, MooncakeBackend)
+        assert moved(backend) == (2 * pools * 12, 0)
+        assert first.detach_storage()
+        assert serve(first, tokens) == (12 * PAGE, 0, 0)
+        serve(first, toks(12 * PAGE + 1, 500))  # the first goes to host, which is the client's memory still
+        assert_nothing_held(first)
+        first.attach_storage(url)
+        first.reset()
+        assert serve(first, tokens) == (0, 0, 12 * PAGE)
+        backend = first._storage.guard.backend
+        assert isinstance(backend, MooncakeBackend)
+        direct, copied = moved(backend)
+        assert direct > 0
+        assert copied == 0
+    with cache() as second:
+        assert serve(second, tokens) == (0, 0, 12 * PAGE)
+        assert_nothing_held(second)
+
+
+def test_a_cache_that_it_is_attached_to_later(servers: tuple[Master, Owner]) -> None:
+    master, owner = servers
+    opened(master, owner).close()
+    url = f"mooncake://{master.address}?force=1&metrics={master.metrics_port}&client={owner.address}"
+    tokens = toks(12 * PAGE + 1)
+    with make_cache(16, prefetch_threshold=PAGE) as cache:
+        assert not any(pool.lent for pool in cache.host_pools)
+        cache.attach_storage(url)
+        serve(cache, tokens)
+        assert cache.flush(30)
+        cache.reset()
+        assert serve(cache, tokens) == (0, 0, 12 * PAGE)
+        assert cache._storage is not None
+        backend = cache._storage.guard.backend
+        assert isinstance(backend, MooncakeBackend)
+        assert moved(backend) == (0, 24)
 
 
 # Faults

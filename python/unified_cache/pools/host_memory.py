@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -95,8 +96,8 @@ class MappedMemory:
         registrar: what registers them; None: nothing does.
         device: the device that they are for.
         lend: gives memory of somebody else's for so many bytes, or None: uint8 (size,), writable, zero,
-            beginning at a multiple of the system's page size, and there while there is a view of it. It has
-            the pages of the system that it has: `huge_pages` and `numa_node` come too late for it.
+            beginning at a multiple of the system's page size, and there while there is a view of it.
+            `huge_pages` has no effect on it.
 
     Attributes:
         address: where they begin, a multiple of the system's page size.
@@ -125,39 +126,31 @@ class MappedMemory:
                 f"{size / 1e9:.3f} GB of host memory asked for, {available / 1e9:.3f} GB are available: "
                 "make hicache_ratio or hicache_size smaller"
             )
-        lent = None if lend is None else lend(size)
+        node = _node(options, device)
+        lent = None if lend is None else _lent(lend, size, node, options)
         self.lent = lent is not None
         self._registration: Registration | None = None
         self._mapping = _whole(_map(size) if lent is None else lent, size)
         self.address = ctypes.addressof(self._mapping)
-        if lent is None:
-            self._prepare(options, device)
-        else:
-            self._check_lent(options)
+        if self.lent:
+            self._check_lent()
+        elif options.huge_pages:
+            _ask_for_huge_pages(self.address, self.size)
+        if node is not None:
+            try:
+                numa.prefer_node(self.address, size, node)
+            except OSError as error:
+                _no_node(options, node, error)
         _touch(self.buffer, self.address, size, options.touch_threads)
         if registrar is not None and options.pinned != "off":
             self._register(registrar, options, unit)
 
-    def _prepare(self, options: HostMemory, device: torch.device | None) -> None:
-        if options.huge_pages:
-            _ask_for_huge_pages(self.address, self.size)
-        if (node := _node(options, device)) is not None:
-            try:
-                numa.prefer_node(self.address, self.size, node)
-            except OSError as error:
-                _warn(
-                    f"numa_node={options.numa_node!r}: memory of node {node} can not be asked for ({error})"
-                )
-
-    def _check_lent(self, options: HostMemory) -> None:
+    def _check_lent(self) -> None:
         if self.address % mmap.PAGESIZE:
             raise ArgumentError(
                 f"memory was lent that begins at {self.address:#x}, it has to begin at a multiple of "
                 f"{mmap.PAGESIZE}"
             )
-        for name, asked in (("huge_pages", options.huge_pages), ("numa_node", options.numa_node is not None)):
-            if asked:
-                _warn(f"{name}={getattr(options, name)!r} has no effect on memory that a storage lends")
         # Others see what is written there, so a child process must not write to it.
         _advise(self.address, self.size, _MADV_DONTFORK)
 
@@ -205,6 +198,24 @@ def _map(size: int) -> memoryview:
             f"{size} bytes of host memory can not be mapped ({error}): "
             "make hicache_ratio or hicache_size smaller"
         ) from None
+
+
+def _lent(
+    lend: Callable[[int], memoryview | None], size: int, node: int | None, options: HostMemory
+) -> memoryview | None:
+    with ExitStack() as stack:
+        if node is not None:
+            # Whoever makes it may touch it at once.
+            with suppress(OSError):  # said when the pool asks for the node itself
+                stack.enter_context(numa.preferring(node))
+        lent = lend(size)
+    if lent is not None and options.huge_pages:
+        _warn("huge_pages=True has no effect on memory that a storage lends")
+    return lent
+
+
+def _no_node(options: HostMemory, node: int, error: OSError) -> None:
+    _warn(f"numa_node={options.numa_node!r}: memory of node {node} can not be asked for ({error})")
 
 
 def _whole(memory: memoryview, size: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from unified_cache.worker import Worker
 __all__ = ["MooncakeBackend", "MooncakeSettings", "client_environment"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # What the client answers for an object.
 _NO_ROOM = -200  # no segment has room (or there is none): at once, it does not wait for evictions
@@ -277,8 +278,8 @@ class _Block:
     """Memory that the client knows, for one native call: headers, and bodies that must go through it."""
 
     def __init__(self, headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8]) -> None:
-        self.headers = headers
-        self.bodies = bodies
+        self.headers, self.header_address = headers, _address_of(headers)
+        self.bodies, self.body_address = bodies, _address_of(bodies)
 
     def body(self, place: int, batch: ObjectBatch, size: int) -> memoryview:
         """Bytes of the body in this place."""
@@ -554,7 +555,8 @@ class MooncakeBackend(Backend):
         """Take note of whether the store was reached; raises if for none of the objects it was."""
         if not codes:
             return
-        unreached = [code for code in codes if code in _UNREACHED]
+        # As a rule there is no code < 0.
+        unreached = [code for code in codes if code in _UNREACHED] if min(codes) < 0 else []
         self._suspect = bool(unreached)
         if len(unreached) == len(codes):
             said = "no reply in time" if unreached[0] == _NO_REPLY else "no connection"
@@ -608,7 +610,7 @@ class MooncakeBackend(Backend):
         if not all(code == _WRONG_SIZE for code in codes):
             return
         name = f"mooncake client {self._settings.client}"
-        if not self._knows(_address_of(block.headers)):
+        if not self._knows(block.header_address):
             self._suspect = True
             raise StorageError(f"{name} has forgotten the memory of this process: try again")
         if all(self._knows(piece) for piece in {pieces[0][-1], pieces[-1][-1]}):
@@ -642,18 +644,19 @@ class MooncakeBackend(Backend):
         with self._calling() as started:
             room = batch.body_sizes.tolist()
             rows = list(range(len(batch)))
+            bounced = self._bounced(batch, room)
             heard: list[int] = []
             if self._sizes_vary and rows:
                 rows = self._fit(batch, rows, room, statuses, heard)
-            for part in self._parts(rows, batch, header):
-                again = self._get_part(batch, part, room, started, statuses, heard)
+            for part in self._parts(rows, batch, header, bounced):
+                again = self._get_part(batch, part, room, bounced, started, statuses, heard)
                 # Shorter than its memory, which the client takes for a failed transfer: asked once more.
                 if again:
                     fitting = self._fit(batch, again, room, statuses, heard)
                     if fitting:
                         self._sizes_vary = True
-                        self._get_part(batch, fitting, room, started, statuses, heard)
-                if _NO_CONNECTION in heard or any(statuses[row] is PageStatus.TIMEOUT for row in part):
+                        self._get_part(batch, fitting, room, bounced, started, statuses, heard)
+                if _NO_CONNECTION in heard or PageStatus.TIMEOUT in [statuses[row] for row in part]:
                     break  # the next native call would take its time only to say the same
             self._hear(heard)
         return statuses
@@ -663,6 +666,7 @@ class MooncakeBackend(Backend):
         batch: ObjectBatch,
         rows: list[int],
         sizes: list[int],
+        bounced: bool,
         started: float,
         statuses: list[PageStatus],
         heard: list[int],
@@ -672,22 +676,18 @@ class MooncakeBackend(Backend):
         with self._block(started) as block:
             if block is None:
                 return []
-            bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
             begun = time.monotonic()
-            keys = [batch.keys[row] for row in rows]
+            keys = _picked(batch.keys, rows)
             codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
             self._look_at(codes, block, addresses, bounced)
             heard += codes
-            failed, copied = [], []
-            headers = block.headers[: len(rows) * header].reshape(len(rows), header)
+            failed: list[int] = []
+            places = []
             for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
                 if code == header + sizes[row]:
-                    batch.headers[row] = headers[place]
-                    if bounced:
-                        copied.append((row, block.body(place, batch, sizes[row])))
-                    batch.stored_sizes[row] = sizes[row]
+                    places.append(place)
                     statuses[row] = PageStatus.HIT
                 elif code >= 0:
                     statuses[row] = PageStatus.CORRUPT
@@ -697,10 +697,15 @@ class MooncakeBackend(Backend):
                     statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
                     if code == _TRANSFER_FAILED:
                         failed.append(row)
-            if copied:
-                hits, sources = zip(*copied, strict=True)
-                targets = [batch.bodies[row][: sizes[row]] for row in hits]
-                copy_bodies(batch.checksums, hits, targets, sources)
+            if places:
+                hits = _picked(rows, places)
+                headers = block.headers[: len(rows) * header].reshape(len(rows), header)
+                batch.headers[_run(hits)] = headers[_run(places)]
+                batch.stored_sizes[_run(hits)] = [sizes[row] for row in hits]
+                if bounced:
+                    targets = [batch.bodies[row][: sizes[row]] for row in hits]
+                    sources = [block.body(place, batch, sizes[rows[place]]) for place in places]
+                    copy_bodies(batch.checksums, hits, targets, sources)
         return failed
 
     def _fit(
@@ -747,9 +752,10 @@ class MooncakeBackend(Backend):
         header = batch.headers.shape[1] if len(batch) else 0
         with self._calling() as started:
             sizes = batch.body_sizes.tolist()
+            bounced = self._bounced(batch, sizes)
             heard: list[int] = []
-            for part in self._parts(list(range(len(batch))), batch, header):
-                if not self._set_part(batch, part, sizes, started, statuses, heard):
+            for part in self._parts(list(range(len(batch))), batch, header, bounced):
+                if not self._set_part(batch, part, sizes, bounced, started, statuses, heard):
                     break
             self._hear(heard)
             self._confirm(batch.keys, statuses)
@@ -760,6 +766,7 @@ class MooncakeBackend(Backend):
         batch: ObjectBatch,
         rows: list[int],
         sizes: list[int],
+        bounced: bool,
         started: float,
         statuses: list[PageStatus],
         heard: list[int],
@@ -769,17 +776,17 @@ class MooncakeBackend(Backend):
         with self._block(started) as block:
             if block is None:
                 return False
-            bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            sources = [batch.bodies[row][: sizes[row]] for row in rows]
+            if bounced or batch.checksums is not None:
+                sources = [batch.bodies[row][: sizes[row]] for row in rows]
             if bounced:
                 targets = [block.body(place, batch, size) for place, size in enumerate(map(len, sources))]
                 copy_bodies(batch.checksums, rows, targets, sources)
             elif batch.checksums is not None:
                 batch.checksums.make(rows, sources)
-            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[rows]
+            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[_run(rows)]
             begun = time.monotonic()
-            keys = [batch.keys[row] for row in rows]
+            keys = _picked(batch.keys, rows)
             codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
             self._look_at(codes, block, addresses, bounced)
@@ -802,7 +809,9 @@ class MooncakeBackend(Backend):
         rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
         end = time.monotonic() + _OTHER_WRITER_SECONDS
         while rows and not self._suspect:
-            codes = self._store.batch_is_exist([keys[row] for row in rows])
+            codes = self._store.batch_is_exist(_picked(keys, rows))
+            if codes.count(1) == len(codes):
+                return
             rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
             if any(code in _UNREACHED for code in codes):
                 self._suspect = True
@@ -817,12 +826,12 @@ class MooncakeBackend(Backend):
 
     # Native calls
 
-    def _parts(self, rows: list[int], batch: ObjectBatch, header: int) -> list[list[int]]:
+    def _parts(self, rows: list[int], batch: ObjectBatch, header: int, bounced: bool) -> list[list[int]]:
         """Rows of one native call each."""
         if not rows:
             return []
         most = min(self._pages, _HEADER_BYTES // max(1, header))
-        if self._bounced(batch):
+        if bounced:
             room = self._settings.bounce_bytes // 2
             most = min(most, room // max(1, _step(batch)))
         if most == 0:
@@ -851,23 +860,27 @@ class MooncakeBackend(Backend):
             if block is not None:
                 self._blocks.put(block)
 
-    def _bounced(self, batch: ObjectBatch) -> bool:
+    def _bounced(self, batch: ObjectBatch, sizes: Sequence[int]) -> bool:
         """Bodies have to be copied through memory that the client knows."""
         if self._settings.protocol == "tcp" and not self._settings.client:
             return False  # reads and writes any memory
-        if self._bounce_all:
+        if self._bounce_all or not sizes:
             return True
-        firsts, lasts = batch.body_addresses, batch.body_addresses + batch.body_sizes
-        known = np.zeros(len(batch), np.bool_)
-        for start, end in self._direct:
-            known |= (firsts >= start) & (lasts <= end)
-        return not known.all()
+        firsts, most = batch.body_addresses.tolist(), max(sizes)
+        first, last = min(firsts), max(firsts) + most
+        if any(start <= first and last <= end for start, end in self._direct):
+            return False
+        # Of several pools, or not at all.
+        return not all(
+            any(start <= at and at + size <= end for start, end in self._direct)
+            for at, size in zip(firsts, sizes, strict=True)
+        )
 
     def _look_at(
         self, codes: Sequence[int], block: _Block, pieces: Sequence[Sequence[int]], bounced: bool
     ) -> None:
         """What answers to a native call say of the client, before its memory is given back."""
-        if self._settings.client:
+        if self._settings.client and min(codes) < 0:
             if not bounced:
                 self._hold(codes)
             self._check_known(codes, block, pieces)
@@ -879,18 +892,18 @@ class MooncakeBackend(Backend):
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Addresses and lengths of header and body of each object."""
         header = batch.headers.shape[1]
-        start = _address_of(block.headers)
+        start = block.header_address
+        heads = range(start, start + len(rows) * header, header) if header else [start] * len(rows)
         if bounced:
-            base = _address_of(block.bodies)
-            bodies = [base + place * _step(batch) for place in range(len(rows))]
+            base, step = block.body_address, _step(batch)
+            bodies = [base + place * step for place in range(len(rows))]
         else:
-            bodies = [int(address) for address in batch.body_addresses[rows].tolist()]
-        addresses, lengths = [], []
-        for place, (row, body) in enumerate(zip(rows, bodies, strict=True)):
-            size = sizes[row]
-            # A piece of no bytes is refused.
-            addresses.append([start + place * header, body] if size else [start + place * header])
-            lengths.append([header, size] if size else [header])
+            bodies = batch.body_addresses[_run(rows)].tolist()
+        # A piece of no bytes is refused.
+        addresses = [
+            [at, body] if sizes[row] else [at] for at, row, body in zip(heads, rows, bodies, strict=True)
+        ]
+        lengths = [[header, sizes[row]] if sizes[row] else [header] for row in rows]
         return addresses, lengths
 
     # The rest
@@ -1098,6 +1111,18 @@ def _leave_all() -> None:
     libc = ctypes.CDLL(None)
     # Handlers run in reverse order, so none of the client's does; the status is the one that the process has.
     libc.on_exit(libc._exit, None)
+
+
+def _picked(all_of: Sequence[_T], places: Sequence[int]) -> list[_T]:
+    """The elements in these places, which are in order."""
+    if len(places) == len(all_of):  # as a rule
+        return list(all_of)
+    return [all_of[place] for place in places]
+
+
+def _run(rows: list[int]) -> slice | list[int]:
+    """The same rows of an array, cheaper if none is left out between them."""
+    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
 
 
 def _step(batch: ObjectBatch) -> int:
