@@ -371,6 +371,36 @@ def test_a_client_that_hangs_writes_to_no_page_that_was_given_back() -> None:
         backend.close()
 
 
+def test_an_owner_behind_the_client_that_hangs_writes_to_no_page_afterwards() -> None:
+    environment = client_environment(DEADLINE)
+    with Master("--client_ttl=300") as master, Owner(master) as far:
+        url = f"mooncake://{master.address}?force=1&metrics={master.metrics_port}"
+        real = MooncakeBackend.from_url(StorageUrl.parse(url), DEADLINE)
+        wait_until(lambda: real.stats()["capacity_bytes"] > 0, "the master has a segment")
+        memory, other = Memory(COUNT, SIZE), Memory(COUNT, SIZE)
+        assert real.set(memory.fill(KEYS)) == [HIT] * COUNT  # they lie with the only owner that there is
+        real.close()
+        with Owner(master, environment=environment) as near:
+            url = f"{url}&client={near.address}"
+            backend = MooncakeBackend.from_url(StorageUrl.parse(url), DEADLINE)
+            lent = Lent(backend)
+            assert backend.get(lent.batch(KEYS)) == [HIT] * COUNT
+            lent.wipe()
+            far.freeze()
+            statuses = backend.get(lent.batch(KEYS))
+            assert set(statuses) <= {PageStatus.TIMEOUT, PageStatus.ERROR}
+            lent.wipe()
+            far.thaw()
+            wait_until(lambda: backend.get(other.batch(KEYS)) == [HIT] * COUNT, "the owner answers")
+            assert all_hold(other)
+            assert (lent.bodies == 0xEE).all()
+            direct, copied = moved(backend)
+            assert backend.get(lent.batch(KEYS)) == [HIT] * COUNT
+            assert all_hold(lent)
+            assert moved(backend) == (direct + COUNT, copied)
+            backend.close()
+
+
 def test_a_client_that_hangs_and_is_killed() -> None:
     with Master("--client_ttl=2") as master, Owner(master) as owner:
         backend = opened(master, owner)
