@@ -277,7 +277,10 @@ class _Line:
 class _Block:
     """Memory that the client knows, for one native call: headers, and bodies that must go through it."""
 
-    def __init__(self, headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self, headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8], moved: list[int]
+    ) -> None:
+        self.moved = moved  # so far: bodies that went straight, and that went through it
         self.headers, self.header_address = headers, _address_of(headers)
         self.bodies, self.body_address = bodies, _address_of(bodies)
 
@@ -330,7 +333,8 @@ class MooncakeBackend(Backend):
         self._fenced = False  # the owner can not reach bodies any more, not by what it was asked so far
         self._unregistered = False  # the package knows that they are not registered
         self._found = 0.0  # when the owner was first there again
-        self._transfers = {"direct_transfers": 0, "bounced_transfers": 0}
+        # Of each block: whoever has it counts, so nobody has to wait for that.
+        self._moved = [[0, 0] for _ in range(1 if self._paced else 2)]
         self._kept: list[npt.NDArray[np.uint8]] = []
         self._pages, self._call_seconds = self._call_limits()
         # A transfer that failed after fewer seconds was not given up for want of progress.
@@ -471,9 +475,9 @@ class MooncakeBackend(Backend):
         bodies = 0
         if settings.client or settings.protocol != "tcp":
             bodies = settings.bounce_bytes // 2
-        for _ in range(1 if self._paced else 2):
+        for moved in self._moved:
             memory = self._own_memory(_HEADER_BYTES + bodies)
-            self._blocks.put(_Block(memory[:_HEADER_BYTES], memory[_HEADER_BYTES:]))
+            self._blocks.put(_Block(memory[:_HEADER_BYTES], memory[_HEADER_BYTES:], moved))
 
     def _own_memory(self, count: int) -> npt.NDArray[np.uint8]:
         """Registered memory."""
@@ -527,8 +531,6 @@ class MooncakeBackend(Backend):
         with self._state:
             if self._closed:
                 raise ClosedError("the mooncake backend was closed before this call")
-            if self._line is not None and not self._suspect and self._line.ended:
-                self._suspect = True  # a new process may answer, and knows nothing of this one
             suspect = self._suspect or self._fenced
             lost = suspect and bool(self._settings.client)
             if self._reopening or (lost and self._calls):
@@ -677,6 +679,7 @@ class MooncakeBackend(Backend):
             if block is None:
                 return []
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
+            wholes = [header + sizes[row] for row in rows]
             begun = time.monotonic()
             keys = _picked(batch.keys, rows)
             codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
@@ -684,24 +687,27 @@ class MooncakeBackend(Backend):
             self._look_at(codes, block, addresses, bounced)
             heard += codes
             failed: list[int] = []
-            places = []
-            for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
-                if code == header + sizes[row]:
-                    places.append(place)
-                    statuses[row] = PageStatus.HIT
-                elif code >= 0:
-                    statuses[row] = PageStatus.CORRUPT
-                elif code == _TRANSFER_FAILED and stalled:
-                    statuses[row] = PageStatus.TIMEOUT
-                else:
-                    statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
-                    if code == _TRANSFER_FAILED:
-                        failed.append(row)
+            places = list(range(len(rows)))
+            if codes != wholes:
+                for row, code in zip(rows, codes, strict=True):
+                    if code >= 0:
+                        statuses[row] = PageStatus.CORRUPT
+                    elif code == _TRANSFER_FAILED and stalled:
+                        statuses[row] = PageStatus.TIMEOUT
+                    else:
+                        statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
+                        if code == _TRANSFER_FAILED:
+                            failed.append(row)
+                places = [
+                    at for at, (code, whole) in enumerate(zip(codes, wholes, strict=True)) if code == whole
+                ]
             if places:
                 hits = _picked(rows, places)
                 headers = block.headers[: len(rows) * header].reshape(len(rows), header)
                 batch.headers[_run(hits)] = headers[_run(places)]
-                batch.stored_sizes[_run(hits)] = [sizes[row] for row in hits]
+                for row in hits:
+                    batch.stored_sizes[row] = sizes[row]
+                    statuses[row] = PageStatus.HIT
                 if bounced:
                     targets = [batch.bodies[row][: sizes[row]] for row in hits]
                     sources = [block.body(place, batch, sizes[rows[place]]) for place in places]
@@ -884,8 +890,7 @@ class MooncakeBackend(Backend):
             if not bounced:
                 self._hold(codes)
             self._check_known(codes, block, pieces)
-        with self._state:
-            self._transfers["bounced_transfers" if bounced else "direct_transfers"] += len(codes)
+        block.moved[bounced] += len(codes)
 
     def _pieces(
         self, batch: ObjectBatch, rows: list[int], sizes: list[int], block: _Block, bounced: bool
@@ -978,8 +983,8 @@ class MooncakeBackend(Backend):
                 f"http://{self._settings.host}:{self._settings.metrics_port}/metrics is not that of a "
                 f"mooncake master ({error}): set metrics= to its --metrics_port"
             ) from error
-        with self._state:
-            return found | self._transfers
+        direct, bounced = map(sum, zip(*self._moved, strict=True))
+        return found | {"direct_transfers": direct, "bounced_transfers": bounced}
 
     def _http(self, path: str) -> str:
         host, port = self._settings.host, self._settings.metrics_port
