@@ -331,7 +331,6 @@ class MooncakeBackend(Backend):
         self._line: _Line | None = None
         self._fence = threading.Lock()
         self._fenced = False  # the owner can not reach bodies any more, not by what it was asked so far
-        self._unregistered = False  # the package knows that they are not registered
         self._found = 0.0  # when the owner was first there again
         # Of each block: whoever has it counts, so nobody has to wait for that.
         self._moved = [[0, 0] for _ in range(1 if self._paced else 2)]
@@ -429,7 +428,7 @@ class MooncakeBackend(Backend):
         self._let_go()
         self._drop()
         self._store = self._connect()
-        self._fenced = self._unregistered = self._bounce_all = False
+        self._fenced = self._bounce_all = False
         self._found = 0.0
         self._make_blocks()
         for memory in self._pools:
@@ -442,7 +441,7 @@ class MooncakeBackend(Backend):
         It takes the owner's word alone. If the owner is another process by now, the client tells it of this
         memory as soon as it has noticed, so it gets the time for that.
         """
-        if not self._direct or self._unregistered:
+        if not self._direct:
             return
         now = time.monotonic()
         self._found = self._found or now
@@ -451,9 +450,11 @@ class MooncakeBackend(Backend):
         self._unregister_pools()
 
     def _unregister_pools(self) -> bool:
-        codes = [self._store.unregister_buffer(start) for start, _ in self._direct]
-        self._unregistered = all(code == 0 for code in codes)
-        return self._unregistered
+        """Whether the owner has taken back all memory of bodies, by its word."""
+        self._direct = [
+            (start, end) for start, end in self._direct if self._store.unregister_buffer(start) != 0
+        ]
+        return not self._direct
 
     def _drop(self) -> None:
         """Give back the client and everything that it knew."""
@@ -461,7 +462,7 @@ class MooncakeBackend(Backend):
             self._blocks.get()
         # One that is gone would be waited for, 4.3 s for each.
         if self._line is None or not self._line.ended:
-            for start, _ in self._ranges + ([] if self._unregistered else self._direct):
+            for start, _ in self._ranges + self._direct:
                 self._store.unregister_buffer(start)
         self._store.close()
         if self._line is not None:
