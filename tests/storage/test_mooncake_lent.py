@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -307,10 +310,9 @@ def test_a_client_that_is_killed_in_a_batch(away: str, caplog: pytest.LogCapture
         wait_until(lambda: reader.hits > 100, "it reads")
         owner.kill()
         if away != "a moment":
-            # Its own client looks for the owner once a second, and knows then that it was away.
-            wait_until(lambda: backend._store.is_exist("a") == -900, "it is missed")
-            end = time.monotonic() + 1.5
-            wait_until(lambda: time.monotonic() > end, "it is missed by the client's own look")
+            # Its own client looks for the owner once a second, and needs 4.3 s to know.
+            end = time.monotonic() + 6
+            wait_until(lambda: time.monotonic() > end, "it is missed")
         owner.start()
         hits = reader.hits
         wait_until(served(backend, memory), "objects are stored and read")
@@ -322,12 +324,11 @@ def test_a_client_that_is_killed_in_a_batch(away: str, caplog: pytest.LogCapture
         before = moved(backend)
         assert served(backend, memory)()
         direct, copied = (now - then for now, then in zip(moved(backend), before, strict=True))
-        # Of a client that was away for a moment only, the package does not learn that it has to be told anew.
-        if away == "a moment":
-            assert (direct, copied) == (0, 2 * COUNT)
-            assert caplog.text.count("can not be told of the host pool's memory") == 1
-        else:
-            assert (direct, copied) == (2 * COUNT, 0)
+        # That it was away for a moment the package hears only by chance, and else does not tell it again.
+        told = (2 * COUNT, 0)
+        assert (direct, copied) in ([told, (0, 2 * COUNT)] if away == "a moment" else [told])
+        said = caplog.text.count("can not be told of the host pool's memory")
+        assert said == (1 if copied else 0)
         backend.close()
 
 
@@ -424,3 +425,44 @@ def test_a_client_that_hangs_and_is_killed() -> None:
         owner.start()  # the client takes long to close without
         wait_until(served(backend, memory), "objects are stored and read")
         backend.close()
+
+
+def test_a_client_that_hangs_holds_no_process_up() -> None:
+    script = """
+        import sys, threading
+        from tests.storage.test_mooncake_lent import DEADLINE, KEYS, Lent, MooncakeBackend, StorageUrl
+
+        backend = MooncakeBackend.from_url(StorageUrl.parse(sys.argv[1]), DEADLINE)
+        memory = Lent(backend)
+        print("open", flush=True)
+        sys.stdin.readline()
+        threading.Thread(target=backend.get, args=(memory.batch(KEYS),), daemon=True).start()
+        while not backend._calls:
+            pass
+        sys.exit(3)
+        """
+    with Master() as master, Owner(master) as owner:
+        url = f"mooncake://{master.address}?client={owner.address}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), url],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "open\n"
+            owner.freeze()
+            started = time.monotonic()
+            process.stdin.close()
+            # Left to the client it is 30 seconds, or an abort.
+            assert process.wait(60) == 3
+            assert time.monotonic() - started < 15
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()

@@ -72,9 +72,10 @@ _OTHER_WRITER_SECONDS = 0.25
 _CLOSE_SECONDS = 1.5
 _GONE_SECONDS = 3.0
 _ASK_SECONDS = 1.0
-# Over shared memory. So long a client gets to find an owner that is back by itself, which it tries every two
-# seconds; and so long after an owner has gone on nothing of what it was asked before can be left.
-_FIND_SECONDS = 5.0
+# Over shared memory. So long a client gets to find an owner that is back by itself: it asks once a second,
+# needs 4.3 to learn that nobody is there, and tries again after two. And so long after an owner has gone on
+# nothing of what it was asked before can be left.
+_FIND_SECONDS = 8.0
 _DRAIN_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 _NOWHERE = 4096  # an address that no memory has
@@ -445,9 +446,8 @@ class MooncakeBackend(Backend):
             return
         now = time.monotonic()
         self._found = self._found or now
-        if not self._answers() and now < self._found + _FIND_SECONDS:
+        if not (self._answers() and self._unregister_pools()) and now < self._found + _FIND_SECONDS:
             raise StorageError(f"mooncake client {self._settings.client} is found again: try again later")
-        self._unregister_pools()
 
     def _unregister_pools(self) -> bool:
         """Whether the owner has taken back all memory of bodies, by its word."""
