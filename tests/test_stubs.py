@@ -5,10 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import unified_cache
 
-# The stub takes names from the package, and so from what that imports: half a minute to read, which `make lint`
-# does. What the native module has is found without it.
+pytestmark = pytest.mark.parallel
+
+# The stub takes names from the package, and so from what that imports: half a minute to read, which
+# `make lint` does. What the native module has is found without it.
 CONFIG = """
 [mypy]
 mypy_path = python
