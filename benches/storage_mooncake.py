@@ -2,12 +2,14 @@
 """The Mooncake backend beside its own client called directly: batches of 32 pages, in turns, in one process.
 
 A master and the owner of a segment run as processes of this machine. `real`: this process waits on TCP
-connections to the owner. `shared memory`: the owner does the work (`client=` in the URL), and bodies are
-copied once more between the host pool and the memory that it shares; the client called directly gets them
-where it wants them.
+connections to the owner. `lent`: the owner does the work (`client=` in the URL) over shared memory, where
+the host pool lies. `copied`: the same with a host pool in ordinary memory, so that bodies are copied once
+more between it and what is shared. The client called directly has its pages where it wants them.
 
 GB/s are of the medians. The ratio is the median, over all turns, of the direct client's seconds by those of
-the backend right before or after it. Client and servers share the cores, so compare ratios of one run.
+the backend right before or after it. `asked` is the same with a direct client that asks whether what it wrote
+is there, as the backend does: a put says "done" also where another write of the key is only under way.
+Client and servers share the cores, so compare ratios of one run.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from unified_cache.storage.urls import StorageUrl
 
 PAGES, HEADER = 32, 192
 GOAL = 0.9
+CLIENTS = ("real", "lent", "copied")
 
 
 class Pages:
@@ -86,8 +89,18 @@ def direct_client(master: Master, owner: Owner, shared: bool, size: int) -> tupl
     return store, memory
 
 
-def measure(master: Master, owner: Owner, shared: bool, size: int, rounds: int) -> None:
+def host_pool(backend: MooncakeBackend, lent: bool, size: int) -> npt.NDArray[np.uint8]:
+    """Memory as a cache has it for its pages."""
+    if not lent:
+        return np.zeros(size, np.uint8)
+    memory = backend.host_memory(size)
+    assert memory is not None
+    return np.frombuffer(memory, np.uint8)
+
+
+def measure(master: Master, owner: Owner, kind: str, size: int, rounds: int) -> None:
     """Rows of one client and one page size."""
+    shared = kind != "real"
     url = f"mooncake://{master.address}?force=1&metrics={master.metrics_port}"
     backend = MooncakeBackend.from_url(
         StorageUrl.parse(url + (f"&client={owner.address}" if shared else "")), 5.0
@@ -95,9 +108,9 @@ def measure(master: Master, owner: Owner, shared: bool, size: int, rounds: int) 
     wait_until(lambda: backend.stats()["capacity_bytes"] > 0, "the master has a segment")
     store, memory = direct_client(master, owner, shared, size)
     random = np.random.default_rng(1).integers(0, 256, PAGES * (HEADER + size), dtype=np.uint8)
-    own_memory = [np.zeros(PAGES * (HEADER + size), np.uint8) for _ in range(2)]
+    own_memory = [host_pool(backend, kind == "lent", PAGES * (HEADER + size)) for _ in range(2)]
     for part in own_memory:
-        backend.register(memoryview(part))
+        backend.register(part.data)
     ours, ours_read = (Pages(part, size) for part in own_memory)
     theirs, theirs_read = (Pages(memory(), size) for _ in range(2))
     for pages in (ours, theirs):
@@ -127,6 +140,7 @@ def measure(master: Master, owner: Owner, shared: bool, size: int, rounds: int) 
             lambda: store.batch_put_from_multi_buffers(keys, theirs.addresses, theirs.sizes),
             0,
         )
+        timed("asked", lambda: store.batch_is_exist(keys), 1)
         timed(
             "direct get",
             lambda: store.batch_get_into_multi_buffers(keys, theirs_read.addresses, theirs.sizes),
@@ -140,15 +154,18 @@ def measure(master: Master, owner: Owner, shared: bool, size: int, rounds: int) 
             run(turn)
         if turn == 1:  # warm now
             seconds.clear()
-    name = "shared memory" if shared else "real"
+    stats = backend.stats()
+    assert (stats["bounced_transfers"] > 0) is (kind == "copied")
     for what in ("set", "get"):
         pairs = list(zip(seconds[what], seconds[f"direct {what}"], strict=True))
         mine, direct = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(two / one for one, two in pairs)
+        asked = [(two + ask) / one for (one, two), ask in zip(pairs, seconds["asked"], strict=True)]
+        known = f"{statistics.median(asked):.2f}" if what == "set" else ""
         gigabytes = PAGES * (HEADER + size) / 1e9
         print(
-            f"{name:14} {what:4} {size >> 10:5} KiB {gigabytes / mine:8.2f} {gigabytes / direct:8.2f} "
-            f"{ratio:7.2f} {GOAL if not shared else '':>5} {os.getloadavg()[0]:6.1f}",
+            f"{kind:14} {what:4} {size >> 10:5} KiB {gigabytes / mine:8.2f} {gigabytes / direct:8.2f} "
+            f"{ratio:7.2f} {known:>6} {'' if kind == 'copied' else GOAL:>5} {os.getloadavg()[0]:6.1f}",
             flush=True,
         )
     store.close()
@@ -159,16 +176,18 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=41, help="of each client, in turns (default: 41)")
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS)
     arguments = parser.parse_args()
     print(f"unified_cache {unified_cache.__version__}, {machine()}")
     print(f"\nbatches of {PAGES} pages with headers of {HEADER} bytes, GB/s\n")
     print(
-        f"{'client':14} {'':4} {'page':>9} {'backend':>8} {'direct':>8} {'ratio':>7} {'goal':>5} {'load':>6}"
+        f"{'client':14} {'':4} {'page':>9} {'backend':>8} {'direct':>8} {'ratio':>7} {'asked':>6} "
+        f"{'goal':>5} {'load':>6}"
     )
     with Master() as master, Owner(master, megabytes=512) as owner:
-        for shared in (False, True):
+        for kind in arguments.clients:
             for size in (1 << 20, 256 << 10):
-                measure(master, owner, shared, size, arguments.rounds)
+                measure(master, owner, kind, size, arguments.rounds)
 
 
 if __name__ == "__main__":

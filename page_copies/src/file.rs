@@ -41,7 +41,9 @@ pub unsafe fn read_object(file: RawFd, place: Place, covered: Option<usize>) -> 
     if covered.is_some() && total > STEP {
         // So that the disk goes on while checksums are made. That it can not be said changes nothing.
         // SAFETY: numbers alone.
-        unsafe { libc::posix_fadvise(file, 0, total as libc::off_t, libc::POSIX_FADV_WILLNEED) };
+        unsafe {
+            libc::posix_fadvise(file, 0, total.cast_signed() as libc::off_t, libc::POSIX_FADV_WILLNEED)
+        };
     }
     // SAFETY: this function's contract; `read` is given parts of the memory, and fills as much as it says.
     unsafe { read_by(|part, at| read_part(file, place, part, at), place, covered) }

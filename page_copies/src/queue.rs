@@ -62,8 +62,8 @@ impl Queue {
 
     /// Moves bodies from or to a file that is open with `O_DIRECT`, all of them at once as far as the disk goes along.
     ///
-    /// `seen`, if given, is called with the number of a body once its bytes are there: of one that is read, after that; of one that is
-    /// written, at any time. It is not called for one that could not be read, and for each other one once.
+    /// `seen`, if given, is called with the number of a body once its bytes are there: of one that is read, after that; of
+    /// one that is written, at any time. It is not called for one that could not be read, and for each other one once.
     ///
     /// Returns which of them were moved, each as a whole. What became of the others is unknown; they can be tried again in
     /// another way, which will tell why. Nothing is under way any more when this returns or panics.
@@ -238,11 +238,12 @@ impl Call<'_> {
             // SAFETY: this function's contract.
             let taken = unsafe { libc::syscall(libc::SYS_io_submit, self.number(), most, some.as_mut_ptr()) };
             match usize::try_from(taken) {
-                Ok(taken) if taken > 0 => {
+                Ok(0) => *next = requests.len(),
+                Ok(taken) => {
                     self.under_way += taken;
                     *next += taken;
                 }
-                _ => match io::Error::last_os_error().raw_os_error() {
+                Err(_) => match io::Error::last_os_error().raw_os_error() {
                     Some(libc::EINTR) => {}
                     // There is room once some have ended.
                     Some(libc::EAGAIN) if self.under_way > 0 => return,

@@ -1,12 +1,21 @@
 //! Looking up keys in an index of slots that several processes map (`storage/backends/slot_index.py` says how it is made).
 
 use std::sync::atomic::{Ordering, fence};
+use std::thread;
 
 /// Words of a key.
 pub const KEY_WORDS: usize = 19;
 /// Words of a slot's record, and the one that its key begins with.
 const RECORD_WORDS: usize = 64;
 const KEY_AT: usize = 5;
+/// And its checksum, the slot, and the bytes of the body; the header's are the lower half of the last.
+const CHECK_AT: usize = 0;
+const SLOT_AT: usize = 1;
+const BODY_AT: usize = 2;
+const HEADER_AT: usize = 3;
+/// Records that are worth a thread.
+const RECORDS_A_THREAD: usize = 50_000;
+const MOST_THREADS: usize = 8;
 
 /// A slot's word: the bits of its state, and the state of one whose object can be read.
 const STATE: u64 = 3;
@@ -85,9 +94,138 @@ impl Slots {
     }
 }
 
+/// How checksums and hashes are made: a weight for each word of a record but the first, what the sum begins with, and what
+/// the hash of a key, which has the first of these weights, is mixed with.
+#[derive(Clone, Copy)]
+pub struct Sums {
+    /// Odd numbers that look random.
+    pub weights: [u64; RECORD_WORDS - 1],
+    /// Added to checksums.
+    pub start: u64,
+    /// The hash is multiplied by it.
+    pub mix: u64,
+}
+
+impl Sums {
+    /// For each set of words a sum that any single changed word changes.
+    fn sum(&self, words: &[u64]) -> u64 {
+        words
+            .iter()
+            .zip(&self.weights)
+            .fold(0u64, |sum, (&word, &weight)| sum.wrapping_add((word ^ (word >> 32)).wrapping_mul(weight)))
+    }
+
+    /// What a record's first word has to be.
+    fn check(&self, record: &[u64; RECORD_WORDS]) -> u64 {
+        self.sum(&record[1..]).wrapping_add(self.start).max(1)
+    }
+
+    fn hash(&self, key: &[u64]) -> u64 {
+        let hash = self.sum(key);
+        let hash = (hash ^ (hash >> 32)).wrapping_mul(self.mix);
+        hash ^ (hash >> 32)
+    }
+}
+
+/// An object that a table has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Where.
+    pub slot: usize,
+    /// Of its key.
+    pub hash: u64,
+    /// Of header and body.
+    pub bytes: u64,
+}
+
+/// The objects whose records in a table are whole, in order; of bodies of at most so many bytes.
+#[must_use]
+pub fn read_table(records: Shared, sums: &Sums, slot_bytes: u64) -> Vec<Stored> {
+    let slots = records.words / RECORD_WORDS;
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let threads = (slots / RECORDS_A_THREAD).clamp(1, threads.min(MOST_THREADS));
+    let share = slots.div_ceil(threads);
+    let read = |first: usize| -> Vec<Stored> {
+        (first..slots.min(first + share))
+            .filter_map(|slot| read_record(records, slot, sums, slot_bytes))
+            .collect()
+    };
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|at| scope.spawn(move || read(at * share))).collect();
+        let mut found = read(0);
+        for other in others {
+            found.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        found
+    })
+}
+
+fn read_record(records: Shared, slot: usize, sums: &Sums, slot_bytes: u64) -> Option<Stored> {
+    let first = slot * RECORD_WORDS;
+    if records.get(first)? == 0 {
+        return None;
+    }
+    let mut record = [0; RECORD_WORDS];
+    for (word, at) in record.iter_mut().zip(first..) {
+        *word = records.get(at)?;
+    }
+    let (body, header) = (record[BODY_AT], record[HEADER_AT] & 0xFFFF_FFFF);
+    let whole =
+        record[CHECK_AT] == sums.check(&record) && record[SLOT_AT] == slot as u64 && body <= slot_bytes;
+    whole.then(|| Stored { slot, hash: sums.hash(&record[KEY_AT..][..KEY_WORDS]), bytes: body + header })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn sums() -> Sums {
+        Sums {
+            weights: std::array::from_fn(|at| (at as u64 * 0x1234_5678_9ABC) | 1),
+            start: 77,
+            mix: 0x1_0000_0001,
+        }
+    }
+
+    #[test]
+    fn a_table_is_read_but_for_what_is_torn() {
+        let slots = if cfg!(miri) { 20 } else { 2 * RECORDS_A_THREAD + 9 };
+        let sums = sums();
+        let mut table = vec![0; slots * RECORD_WORDS];
+        let mut expected = Vec::new();
+        for slot in (0..slots).filter(|slot| slot % 4 != 1) {
+            let mut record: [u64; RECORD_WORDS] = std::array::from_fn(|at| (slot * 71 + at) as u64);
+            record[SLOT_AT] = slot as u64;
+            record[BODY_AT] = slot as u64 % 5;
+            record[HEADER_AT] = (9 << 32) + 192;
+            record[CHECK_AT] = sums.check(&record);
+            match slot % 20 {
+                2 => record[RECORD_WORDS - 1] ^= 1,
+                3 => record[CHECK_AT] ^= 1 << 63,
+                4 => record[KEY_AT] ^= 1 << 40,
+                // Well, but of another slot, or longer than one.
+                6 => {
+                    record[SLOT_AT] += 1;
+                    record[CHECK_AT] = sums.check(&record);
+                }
+                7 => {
+                    record[BODY_AT] = 5;
+                    record[CHECK_AT] = sums.check(&record);
+                }
+                _ => expected.push(Stored {
+                    slot,
+                    hash: sums.hash(&record[KEY_AT..][..KEY_WORDS]),
+                    bytes: 192 + slot as u64 % 5,
+                }),
+            }
+            table[slot * RECORD_WORDS..][..RECORD_WORDS].copy_from_slice(&record);
+        }
+        // SAFETY: the vector stays where it is.
+        let records = unsafe { Shared::new(table.as_ptr(), table.len()) };
+        assert!(read_table(records, &sums, 4) == expected);
+        // SAFETY: nothing is read.
+        assert_eq!(read_table(unsafe { Shared::new(table.as_ptr(), 0) }, &sums, 4), []);
+    }
 
     /// An index in memory of our own, made by the rules of the one in Python.
     struct Made {

@@ -52,6 +52,7 @@ __all__ = [
     "page_hashes",
     "prefix_record",
     "read_object",
+    "read_slot_table",
     "write_object_headers",
 ]
 
@@ -1041,6 +1042,28 @@ def find_slots(
 
     Raises:
         ArgumentError: not buffers of this kind, or of this length.
+    """
+
+def read_slot_table(
+    records: Buffer, weights: Sequence[int], start: int, mix: int, slot_bytes: int
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """What a table of records has (`unified_cache.storage.backends.slot_records` has the format).
+
+    The interpreter's lock is not held, and several threads read.
+
+    Args:
+        records: C-contiguous bytes, 512 for each slot.
+        weights: 63 of them, for checksums and hashes.
+        start: what checksums begin with.
+        mix: what hashes are multiplied by.
+        slot_bytes: longer bodies do not count.
+
+    Returns:
+        The slots whose records are whole, ascending; the hashes of their keys; the bytes of header and body.
+        uint64 (objects,) each.
+
+    Raises:
+        ArgumentError: no buffer of this kind, or other than 63 weights.
     """
 
 @final

@@ -41,6 +41,7 @@ from unified_cache.request import Request, as_priority, as_tokens
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts
 from unified_cache.storage.keys import KeySpace
+from unified_cache.storage.lending import lender
 from unified_cache.storage.shares import key_space, pool_shares
 from unified_cache.storage.urls import open_storage
 
@@ -255,8 +256,9 @@ class UnifiedCache:
             huge_pages=config.host_huge_pages,
             numa_node=config.host_numa_node,
         )
+        lend = lender(backend)
         for device in self.device_pools:
-            self.host_pools += (HostPool(device, pages, layout=config.host_layout, memory=memory),)
+            self.host_pools += (HostPool(device, pages, layout=config.host_layout, memory=memory, lend=lend),)
         self._host_pages = PageAllocator(pages, "host")
         self._copies = copy_engine_between(
             self.device_pools,

@@ -242,7 +242,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("memory was asked for")
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    monkeypatch.setattr(host_memory, "_Mapping", refuse)
+    monkeypatch.setattr(host_memory, "_map", refuse)
 
 
 SIZES = {"num_pages": 4, "page_size": 4, "layers": 2, "heads": 2, "head_dim": 8}

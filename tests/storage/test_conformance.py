@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -152,6 +153,20 @@ class NoChecksums(MemoryBackend):
         return super().set(replace(batch, checksums=None))
 
 
+class LendsOneMemoryTwice(MemoryBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole = memoryview(mmap.mmap(-1, 1 << 20))
+
+    def host_memory(self, size: int) -> memoryview | None:
+        return self._whole[:size]
+
+
+class LendsAnyAddress(MemoryBackend):
+    def host_memory(self, size: int) -> memoryview | None:
+        return memoryview(mmap.mmap(-1, size + 8))[8:]
+
+
 class ForgetsItIsClosed(MemoryBackend):
     def stats(self) -> dict[str, int]:
         return {"objects": 0, "bytes": 0}
@@ -174,6 +189,8 @@ class LeavesFiles(MemoryBackend):
         (WritesPastTheEnd, "test_too_little_memory"),
         (WrongChecksums, "test_checksums"),
         (NoChecksums, "test_checksums"),
+        (LendsOneMemoryTwice, "test_memory_that_it_lends"),
+        (LendsAnyAddress, "test_memory_that_it_lends"),
         (ForgetsItIsClosed, "test_calls_after_close"),
         (LeavesFiles, "test_nothing_is_left"),
     ],

@@ -11,11 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from unified_cache._native import IoQueue, find_slots, object_checksums
+from unified_cache._native import IoQueue, find_slots, object_checksums, read_slot_table
 from unified_cache.errors import ArgumentError
 from unified_cache.storage.backends import mediums
 from unified_cache.storage.backends.file import FileBackend
-from unified_cache.storage.backends.slot_records import RECORD, hashes_of, pack_keys
+from unified_cache.storage.backends.slot_records import (
+    RECORD,
+    checksums,
+    hashes_of,
+    key_words,
+    pack_keys,
+    read_table,
+)
 from unified_cache.storage.checksums import Checksums
 from unified_cache.storage.conformance import Memory, in_threads, key
 from unified_cache.storage.contract import ObjectBatch, PageStatus
@@ -293,6 +300,24 @@ def test_slots_are_found_as_an_obvious_search_finds_them() -> None:
     assert 10 < len(there) < slots
 
 
+def test_a_table_is_read_as_numpy_reads_it() -> None:
+    rng = np.random.default_rng(6)
+    records = rng.integers(0, 256, 300 * RECORD.itemsize, np.uint8).view(RECORD)
+    records["slot"], records["header"] = np.arange(300), 192
+    records["body"] = rng.integers(0, 5000, 300)
+    records["check"] = checksums(records)
+    records["check"][rng.permutation(300)[:40]] = 0
+    records["check"][rng.permutation(300)[:20]] ^= np.uint64(1 << 50)
+    records["slot"][7] = 8
+    slots, hashes, sizes = read_table(records, 4096)
+    whole = (records["check"] != 0) & (records["check"] == checksums(records)) & (records["body"] <= 4096)
+    whole &= records["slot"] == np.arange(300)
+    assert 100 < whole.sum() < 250
+    assert slots.tolist() == np.flatnonzero(whole).tolist()
+    assert hashes.tolist() == hashes_of(key_words(records[whole])).tolist()
+    assert sizes.tolist() == (records["body"] + records["header"])[whole].tolist()
+
+
 def test_what_is_no_index() -> None:
     keys, one = np.zeros((2, 19), np.uint64), np.zeros(1, np.uint64)
     for arguments, text in (
@@ -307,5 +332,7 @@ def test_what_is_no_index() -> None:
         with pytest.raises(ArgumentError) as error:
             find_slots(*arguments)  # type: ignore[arg-type]
         assert text in str(error.value)
+    with pytest.raises(ArgumentError, match="weights must have 63 entries, not 62"):
+        read_slot_table(bytes(512), [1] * 62, 1, 1, 4096)
     found, seen = find_slots(keys, np.zeros(2, np.uint64), one, one, np.zeros(64, np.uint64))
     assert (found.tolist(), seen.tolist()) == ([-1, -1], [0, 0])

@@ -32,6 +32,7 @@ from unified_cache.storage.backup import StorageBackup, Threads, WriteJob
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.keys import KeySpace, PoolKeys
+from unified_cache.storage.lending import lender
 from unified_cache.storage.objects import PageObjects
 from unified_cache.storage.prefetch import ReadBatch, StoragePrefetch
 from unified_cache.worker import WorkerPool
@@ -167,7 +168,8 @@ class WorkerSide:
                 huge_pages=config.host_huge_pages,
                 numa_node=config.host_numa_node,
             )
-            self._host = HostPool(pool, pages, layout="page_first", memory=memory)
+            lend = lender(self._backend)
+            self._host = HostPool(pool, pages, layout="page_first", memory=memory, lend=lend)
             self._make_parts(pool, self._host)
             fingerprint = self._fingerprint(len(planes), planes[0].shape[1])
             if self._backend is not None:

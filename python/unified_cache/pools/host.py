@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class HostPool:
         layout: one of `HOST_LAYOUTS`.
         memory: how its memory is made; None: `HostMemory()`.
         registrar: what registers the memory; None: CUDA for a device pool on a CUDA device, else nothing.
+        lend: memory that the pool lies in instead of its own, see `MappedMemory`.
 
     Attributes:
         num_pages: pages in the pool.
@@ -96,6 +97,7 @@ class HostPool:
         layout: str = "page_first",
         memory: HostMemory | None = None,
         registrar: Registrar | None = None,
+        lend: Callable[[int], memoryview | None] | None = None,
     ) -> None:
         require_integer("num_pages", num_pages, 1, MOST_PAGES)
         order = host_layout(layout)
@@ -114,11 +116,12 @@ class HostPool:
             unit=self.page_bytes if order.contiguous_pages else 1,
             registrar=registrar,
             device=device_pool.device,
+            lend=lend,
         )
         flat = torch.frombuffer(mapped.buffer, dtype=torch.uint8).view(self.dtype)
         elements = self.shape.run_bytes // flat.element_size()
         self._memory: MappedMemory | None = mapped
-        self._bytes = memoryview(mapped.buffer)
+        self._bytes = mapped.buffer
         self._planes = order.planes(flat, num_pages, self.shape)
         self._data = flat.view(order.shape(num_pages, self.shape, elements))
 
@@ -143,6 +146,11 @@ class HostPool:
     def registered(self) -> bool:
         """The GPU may reach the memory by itself."""
         return bool(self.pieces)
+
+    @property
+    def lent(self) -> bool:
+        """The memory was lent to the pool."""
+        return self._open().lent
 
     @property
     def memory(self) -> memoryview:

@@ -9,7 +9,10 @@ import mmap
 import os
 import resource
 import warnings
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +33,7 @@ PINNED = ("auto", "require", "off")
 _TOUCH_BYTES = 128 << 20  # of one call; a thread does not pay for less
 _MOST_TOUCH_THREADS = 16  # the system's own locks allow no more
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
+_MADV_DONTFORK = 10
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -93,13 +97,17 @@ class MappedMemory:
             `host_register_chunk` allows.
         registrar: what registers them; None: nothing does.
         device: the device that they are for.
+        lend: gives memory of somebody else's for so many bytes, or None: uint8 (size,), writable, zero,
+            beginning at a multiple of the system's page size, and there while there is a view of it.
+            `huge_pages` has no effect on it.
 
     Attributes:
         address: where they begin, a multiple of the system's page size.
         size: bytes.
+        lent: they are `lend`'s.
 
     Raises:
-        ArgumentError: more than can be mapped.
+        ArgumentError: more than can be mapped, or `lend` gave memory that can not be used.
         CapacityError: the machine has run out of memory, or they can not be registered and must be.
     """
 
@@ -111,6 +119,7 @@ class MappedMemory:
         unit: int = 1,
         registrar: Registrar | None = None,
         device: torch.device | None = None,
+        lend: Callable[[int], memoryview | None] | None = None,
     ) -> None:
         self.size = size
         available = available_bytes()
@@ -119,48 +128,53 @@ class MappedMemory:
                 f"{size / 1e9:.3f} GB of host memory asked for, {available / 1e9:.3f} GB are available: "
                 "make hicache_ratio or hicache_size smaller"
             )
-        try:
-            # Private: a child process that writes to it must not change ours.
-            self._mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise ArgumentError(
-                f"{size} bytes of host memory can not be mapped ({error}): "
-                "make hicache_ratio or hicache_size smaller"
-            ) from None
-        self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
-        if options.huge_pages:
-            reason = _ask_for_huge_pages(self._mapping)
+        node = _node(options, device)
+        lent = None if lend is None else _lent(lend, size, node, options)
+        self.lent = lent is not None
+        self._registration: Registration | None = None
+        self._mapping = _whole(_map(size) if lent is None else lent, size)
+        self.address = ctypes.addressof(self._mapping)
+        if self.lent:
+            self._check_lent()
+        elif options.huge_pages:
+            reason = _ask_for_huge_pages(self.address, self.size)
             if reason is not None and options.huge_pages != "auto":
                 _warn(
                     f"huge_pages=True: no huge pages ({reason}, see {_HUGE_PAGES}); "
                     "going on with ordinary ones"
                 )
-        if (node := _node(options, device)) is not None:
+        if node is not None:
             try:
                 numa.prefer_node(self.address, size, node)
             except OSError as error:
-                _warn(
-                    f"numa_node={options.numa_node!r}: memory of node {node} can not be asked for ({error})"
-                )
-        _touch(self._mapping, self.address, size, options.touch_threads)
+                _no_node(options, node, error)
+        _touch(self.buffer, self.address, size, options.touch_threads)
         if registrar is not None and options.pinned != "off":
             self._register(registrar, options, unit)
 
+    def _check_lent(self) -> None:
+        if self.address % mmap.PAGESIZE:
+            raise ArgumentError(
+                f"memory was lent that begins at {self.address:#x}, it has to begin at a multiple of "
+                f"{mmap.PAGESIZE}"
+            )
+        # Others see what is written there, so a child process must not write to it.
+        _advise(self.address, self.size, _MADV_DONTFORK)
+
     @property
-    def buffer(self) -> mmap.mmap:
+    def buffer(self) -> memoryview:
         """The bytes, for views without a copy."""
-        return self._mapping
+        return memoryview(self._mapping).cast("B")
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """(address, bytes) of each registration, in order; empty if nothing is registered."""
-        registration = self._mapping.registration
-        return [] if registration is None else list(registration.pieces)
+        return [] if self._registration is None else list(self._registration.pieces)
 
     def close(self) -> None:
         """Unregister. Every piece is tried, and there is one RuntimeWarning if some fail. Twice is fine."""
-        if self._mapping.registration is not None:
-            self._mapping.registration.release()
+        if self._registration is not None:
+            self._registration.release()
 
     def _register(self, registrar: Registrar, options: HostMemory, unit: int) -> None:
         most = options.host_register_chunk
@@ -168,32 +182,76 @@ class MappedMemory:
         together = math.lcm(unit, mmap.PAGESIZE)
         pieces = pieces_of(self.address, self.size, most, together if together <= most else mmap.PAGESIZE)
         try:
-            self._mapping.registration = Registration(registrar, pieces)
+            self._registration = Registration(registrar, pieces)
         except RegistrationError as error:
             message = _refused(self.size, most, error)
             if options.pinned == "require" or error.left:
                 raise CapacityError(message) from error
             _warn(f"{message}. Going on with ordinary memory: copies are slower")
             return
+        # Before the memory goes: its addresses may be something else's after that.
+        end = weakref.finalize(self._mapping, self._registration.release)
+        end.atexit = False  # the driver takes everything with it
         # A forked child has no use for it, and must not make the system move pages that a GPU reads.
-        self._mapping.madvise(mmap.MADV_DONTFORK)
+        _advise(self.address, self.size, _MADV_DONTFORK)
 
 
-class _Mapping(mmap.mmap):
-    """A mapping that is unregistered before it goes: its addresses may be something else's after that."""
+def _map(size: int) -> memoryview:
+    try:
+        # Private: a child process that writes to it must not change ours.
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except (OSError, OverflowError) as error:
+        raise ArgumentError(
+            f"{size} bytes of host memory can not be mapped ({error}): "
+            "make hicache_ratio or hicache_size smaller"
+        ) from None
 
-    registration: Registration | None = None
 
-    def __del__(self) -> None:
-        if self.registration is not None:
-            self.registration.release()
+def _lent(
+    lend: Callable[[int], memoryview | None], size: int, node: int | None, options: HostMemory
+) -> memoryview | None:
+    with ExitStack() as stack:
+        if node is not None:
+            # Whoever makes it may touch it at once.
+            with suppress(OSError):  # said when the pool asks for the node itself
+                stack.enter_context(numa.preferring(node))
+        lent = lend(size)
+    if lent is not None and options.huge_pages is True:
+        _warn("huge_pages=True has no effect on memory that a storage lends")
+    return lent
+
+
+def _no_node(options: HostMemory, node: int, error: OSError) -> None:
+    _warn(f"numa_node={options.numa_node!r}: memory of node {node} can not be asked for ({error})")
+
+
+def _whole(memory: memoryview, size: int) -> ctypes.Array[ctypes.c_uint8]:
+    """An object of our own that holds this memory: its finalizers run while the memory is there."""
+    if memory.nbytes != size or not memory.c_contiguous or memory.readonly:
+        raise ArgumentError(
+            f"memory was lent with {memory.nbytes} bytes, contiguous={memory.c_contiguous}, "
+            f"readonly={memory.readonly}: it must be {size} bytes, contiguous and writable"
+        )
+    return (ctypes.c_uint8 * size).from_buffer(memory)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    """`madvise`, without keeping other threads waiting.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def _ask_for_huge_pages(mapping: mmap.mmap) -> str | None:
+def _ask_for_huge_pages(address: int, size: int) -> str | None:
     """Why there are none; None: there may be some."""
     try:
         if "[never]" in _HUGE_PAGES.read_text():
@@ -201,7 +259,7 @@ def _ask_for_huge_pages(mapping: mmap.mmap) -> str | None:
     except OSError:
         pass  # the call itself says whether there are any
     try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        _advise(address, size, mmap.MADV_HUGEPAGE)
     except OSError as error:
         return str(error)
     return None
@@ -219,21 +277,20 @@ def _node(options: HostMemory, device: torch.device | None) -> int | None:
         return None
 
 
-def _touch(mapping: mmap.mmap, address: int, size: int, threads: int | None) -> None:
+def _touch(memory: memoryview, address: int, size: int, threads: int | None) -> None:
     """Give every page of the system its memory now, not in the middle of a copy."""
     starts = range(0, size, _TOUCH_BYTES)
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), _MOST_TOUCH_THREADS)
-    libc = ctypes.CDLL(None, use_errno=True)
-    everything = np.frombuffer(mapping, np.uint8)
+    everything = np.frombuffer(memory, np.uint8)
 
     def touch(start: int) -> None:
         length = min(_TOUCH_BYTES, size - start)
-        # Both ways other threads run meanwhile: mmap's own madvise would keep them waiting.
-        if libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
-                raise OSError(code, os.strerror(code))
+        try:
+            _advise(address + start, length, _MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
             everything[start : start + length : mmap.PAGESIZE] = 0  # an older system
 
     try:

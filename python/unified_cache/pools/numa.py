@@ -5,15 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unified_cache._torch import torch
 
-__all__ = ["node_of_device", "nodes", "prefer_node"]
+__all__ = ["node_of_device", "nodes", "prefer_node", "preferring"]
 
-_MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
+_CALLS = {  # libc has no functions for them
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239},
+    "aarch64": {"mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237},
+}
 _MPOL_PREFERRED = 1
+_MOST_NODES = 1024  # of any kernel
 
 
 def nodes(root: Path = Path("/")) -> list[int]:
@@ -51,24 +57,49 @@ def prefer_node(address: int, size: int, node: int) -> None:
     Raises:
         OSError: the system refuses.
     """
-    number = _MBIND.get(platform.machine())
-    if number is None:
-        raise OSError(f"not known how to ask for it on {platform.machine()}")
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (node // bits + 1))()
-    mask[node // bits] = 1 << node % bits
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    failed = libc.syscall(
-        ctypes.c_long(number),
+    mask, bits = _mask(node)
+    _call(
+        "mbind",
         ctypes.c_void_p(address),
         ctypes.c_ulong(size),
         ctypes.c_int(_MPOL_PREFERRED),
         mask,
-        # The kernel takes one bit less than it is told.
-        ctypes.c_ulong(len(mask) * bits + 1),
+        bits,
         ctypes.c_uint(0),
     )
-    if failed:
+
+
+@contextmanager
+def preferring(node: int) -> Iterator[None]:
+    """Memory that this thread touches first comes from this node while that has any.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    before, (mask, bits) = ctypes.c_int(), _mask(_MOST_NODES - 1)
+    _call("get_mempolicy", ctypes.byref(before), mask, bits, ctypes.c_void_p(None), ctypes.c_ulong(0))
+    _call("set_mempolicy", ctypes.c_int(_MPOL_PREFERRED), *_mask(node))
+    try:
+        yield
+    finally:
+        _call("set_mempolicy", before, mask, bits)
+
+
+def _mask(node: int) -> tuple[ctypes.Array[ctypes.c_ulong], ctypes.c_ulong]:
+    """One bit, and how many there are."""
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    # The kernel takes one bit less than it is told.
+    return mask, ctypes.c_ulong(len(mask) * bits + 1)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    numbers = _CALLS.get(platform.machine())
+    if numbers is None:
+        raise OSError(f"not known how to ask for it on {platform.machine()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    if libc.syscall(ctypes.c_long(numbers[name]), *arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

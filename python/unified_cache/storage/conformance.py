@@ -413,6 +413,44 @@ class BackendConformance:
         backend.close()
         check((memory.whole == _GUARD).all(), "memory was written to after the call")
 
+    def test_memory_that_it_lends(self, tmp_path: Path) -> None:
+        """Host memory of its own: of any size, for the caller alone, and there as long as he has it."""
+        backend = self.open(tmp_path)
+        sizes = [3 * self.body_bytes, 12_345, 1]
+        lent = [backend.host_memory(size) for size in sizes]
+        if lent == [None] * 3:
+            backend.close()
+            return
+        regions = []
+        for memory, size in zip(lent, sizes, strict=True):
+            check(memory is not None, f"memory is lent, but not {size} bytes")
+            assert memory is not None
+            equal(memory.nbytes, size, "bytes of lent memory")
+            check(memory.c_contiguous and not memory.readonly, "lent memory is not contiguous and writable")
+            region = np.frombuffer(memory, np.uint8)
+            equal(
+                region.ctypes.data % mmap.PAGESIZE, 0, "how far lent memory lies behind a page of the system"
+            )
+            check(not region.any(), "lent memory is not zero")
+            region[:] = _GUARD
+            regions.append(region)
+            backend.register(memory)
+        pool = Memory(3, self.body_bytes)
+        pool.bodies = list(regions[0].reshape(3, self.body_bytes))
+        keys = [key(at) for at in range(3)]
+        equal(backend.set(pool.fill(keys)), [HIT] * 3, "set from lent memory")
+        self._settle()
+        equal(self._read(backend, keys), [HIT] * 3, "get into other memory")
+        regions[0][:] = _GUARD
+        equal(backend.get(pool.batch([key(9), keys[1]])), [MISS, HIT], "get into lent memory")
+        check(pool.holds(1, keys[1]), f"wrong bytes for {keys[1]}")
+        check((pool.bodies[2] == _GUARD).all(), "lent memory was written to that is not the batch's")
+        backend.close()
+        check(pool.holds(1, keys[1]), "lent memory has changed with close")
+        for region in regions:
+            region[:] = 0
+        check(all((region == 0).all() for region in regions), "lent memory is not there after close")
+
     # Writers.
 
     def test_the_first_writer_wins(self, tmp_path: Path) -> None:

@@ -140,6 +140,25 @@ class Backend(ABC):
         if ("get" in own or "set" in own) and "makes_checksums" not in own:
             cls.makes_checksums = False
 
+    def host_memory(self, size: int) -> memoryview | None:
+        """Memory for a host pool to lie in, if bodies that lie there save a copy; None: any memory will do.
+
+        Asked once for each host pool that is made when the backend is there already, which is then given to
+        `register` like any other. Of a backend that is attached later nobody asks, and what it lent is used
+        on when it was detached: so it has to do with other memory too, and what it lends belongs to whoever
+        holds a view of it, before and after `close`. It goes with the last view.
+
+        Args:
+            size: bytes.
+
+        Returns:
+            uint8 (size,): writable, all zero, beginning at a multiple of the system's page size.
+
+        Raises:
+            StorageError: it can not be had; the pool takes memory of its own then.
+        """
+        return None
+
     def register(self, memory: memoryview) -> None:  # noqa: B027
         """Bodies will lie in this memory: a host pool, each of them once, before the first get or set.
 

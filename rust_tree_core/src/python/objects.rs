@@ -4,7 +4,8 @@ use std::os::fd::RawFd;
 
 use numpy::PyArray1;
 use page_copies::{
-    COVERED, HEADER_BYTES, Header, KEY_WORDS, MOST_KEY_BYTES, Place, Shared, Slots, read_object as read,
+    COVERED, HEADER_BYTES, Header, KEY_WORDS, MOST_KEY_BYTES, Place, Shared, Slots, Stored, Sums,
+    read_object as read, read_table,
 };
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
@@ -145,6 +146,30 @@ pub(super) fn find_slots<'py>(
         })
         .unzip();
     Ok((PyArray1::from_vec(py, found), PyArray1::from_vec(py, seen)))
+}
+
+/// Slots, and of the objects in them the hashes of their keys and their bytes.
+type Table<'py> = (Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<u64>>);
+
+/// What a table of records has; the interpreter's lock is not held.
+#[pyfunction]
+pub(super) fn read_slot_table<'py>(
+    py: Python<'py>,
+    records: &Bound<'py, PyAny>,
+    weights: Vec<u64>,
+    start: u64,
+    mix: u64,
+    slot_bytes: u64,
+) -> PyResult<Table<'py>> {
+    let buffer = bytes_of(records, "records")?;
+    let records = shared(py, &buffer, "records")?;
+    let given = weights.len();
+    let weights = weights
+        .try_into()
+        .map_err(|_| argument_error(py, format!("weights must have 63 entries, not {given}")))?;
+    let found = py.detach(|| read_table(records, &Sums { weights, start, mix }, slot_bytes));
+    let column = |value: fn(&Stored) -> u64| PyArray1::from_iter(py, found.iter().map(value));
+    Ok((column(|stored| stored.slot as u64), column(|stored| stored.hash), column(|stored| stored.bytes)))
 }
 
 fn shared(py: Python<'_>, buffer: &PyUntypedBuffer, name: &str) -> PyResult<Shared> {

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from unified_cache.worker import Worker
 __all__ = ["MooncakeBackend", "MooncakeSettings", "client_environment"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # What the client answers for an object.
 _NO_ROOM = -200  # no segment has room (or there is none): at once, it does not wait for evictions
@@ -71,6 +72,13 @@ _OTHER_WRITER_SECONDS = 0.25
 _CLOSE_SECONDS = 1.5
 _GONE_SECONDS = 3.0
 _ASK_SECONDS = 1.0
+# Over shared memory. So long a client gets to find an owner that is back by itself, which it tries every two
+# seconds; and so long after an owner has gone on nothing of what it was asked before can be left.
+_FIND_SECONDS = 5.0
+_DRAIN_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
+_NOWHERE = 4096  # an address that no memory has
+_NO_KEY = "unified-cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,8 @@ class MooncakeSettings:
         metadata: metadata server; P2PHANDSHAKE: none is needed.
         client: host:port of a `mooncake_client` on this machine that does the work (over shared memory); "":
             this process does.
-        bounce_bytes: with `client`, or with RDMA for memory that was never registered: memory that bodies are
-            copied through.
+        bounce_bytes: with `client` for memory that is not its own, with RDMA for memory that was never
+            registered: memory that bodies are copied through.
         metrics_port: the master's HTTP port; 0: there is none, so no `keys` and no `stats`.
         force: `delete` removes also what somebody has read or asked for within the lease.
     """
@@ -217,12 +225,64 @@ def _address_of(memory: npt.NDArray[np.uint8]) -> int:
     return int(memory.ctypes.data)
 
 
+def _shared_memory(module: Any, count: int, fix: str) -> memoryview:
+    """Memory of a kind that a client over shared memory takes; it goes with the last view.
+
+    Raises:
+        StorageError: it can not be had.
+    """
+    allocator, said = module.MooncakeHostMemAllocator(), "it gave none"
+    address = 0
+    try:
+        address = allocator.alloc(count)
+    except RuntimeError as error:
+        said = str(error)
+    if not address:
+        raise StorageError(
+            f"{count} bytes of shared memory for mooncake_client can not be had ({said}): {fix}"
+        )
+    whole = (ctypes.c_uint8 * count).from_address(address)
+    # Not at exit: daemon threads may still use it then.
+    weakref.finalize(whole, _free, allocator, address, os.getpid()).atexit = False
+    return memoryview(whole).cast("B")
+
+
+def _free(allocator: Any, address: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child may have something else there
+        allocator.free(address)
+
+
+class _Line:
+    """A connection to a process of this machine that nothing is sent over: it ends when the process does."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(False)
+
+    @property
+    def ended(self) -> bool:
+        """The process is gone, with all that it was about to write."""
+        try:
+            return not self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Give it back."""
+        self._socket.close()
+
+
 class _Block:
     """Memory that the client knows, for one native call: headers, and bodies that must go through it."""
 
-    def __init__(self, headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8]) -> None:
-        self.headers = headers
-        self.bodies = bodies
+    def __init__(
+        self, headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8], moved: list[int]
+    ) -> None:
+        self.moved = moved  # so far: bodies that went straight, and that went through it
+        self.headers, self.header_address = headers, _address_of(headers)
+        self.bodies, self.body_address = bodies, _address_of(bodies)
 
     def body(self, place: int, batch: ObjectBatch, size: int) -> memoryview:
         """Bytes of the body in this place."""
@@ -234,7 +294,11 @@ class MooncakeBackend(Backend):
     """Objects in a Mooncake Store. The first writer of a key wins, as the store has it.
 
     Headers and bodies are read and written where they are (headers through a little memory of its own that is
-    registered); bodies are copied once more only with `client`, whose shared memory is its own.
+    registered). A `client` reaches only shared memory that was allocated by its package: `host_memory` gives
+    some, and bodies elsewhere are copied once more.
+
+    An owner over shared memory that hangs reads and writes when it goes on, whatever has become of the call.
+    So a call whose bodies it can reach does not return before it is certain that it will not: see `_hold`.
 
     Over TCP one native call runs at a time: connections to an owner are shared, so a second one would only
     wait for the first, and no longer end within the deadline if the owner hangs. What can still take longer:
@@ -260,13 +324,21 @@ class MooncakeBackend(Backend):
         self._reopening = False  # one call is replacing a client over shared memory that has lost its owner
         self._sizes_vary = False  # objects shorter than their memory were met
         self._ranges: list[tuple[int, int]] = []
-        self._allocated: list[tuple[Any, int]] = []  # allocator, address
+        self._pools: list[memoryview] = []  # that bodies lie in
+        self._direct: list[tuple[int, int]] = []  # of these, what the client reaches
+        self._bounce_all = False  # it turned out that it does not reach them
+        self._warned = False  # of that
+        self._line: _Line | None = None
+        self._fence = threading.Lock()
+        self._fenced = False  # the owner can not reach bodies any more, not by what it was asked so far
+        self._found = 0.0  # when the owner was first there again
+        # Of each block: whoever has it counts, so nobody has to wait for that.
+        self._moved = [[0, 0] for _ in range(1 if self._paced else 2)]
         self._kept: list[npt.NDArray[np.uint8]] = []
-        self._registered: list[memoryview] = []
         self._pages, self._call_seconds = self._call_limits()
         # A transfer that failed after fewer seconds was not given up for want of progress.
         self._stall = 0.9 * int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
-        self._reach()
+        self._reach().close()
         self._store = self._connect()
         self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
         # Started now, since a process that ends starts no thread any more.
@@ -308,14 +380,14 @@ class MooncakeBackend(Backend):
         stall = 2 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
         return _MOST_PACED_PAGES, wait + stall * ((lanes + queued) // lanes)
 
-    def _reach(self) -> None:
-        """Return if somebody listens where the first hop goes.
+    def _reach(self) -> socket.socket:
+        """A connection to where the first hop goes, if somebody listens there.
 
         The client itself takes 4.3 s for each call to a master that is gone, and 8 s to find out at setup.
         """
         host, port = self._target
         try:
-            socket.create_connection((host, port), timeout=min(1.0, self._deadline / 4)).close()
+            return socket.create_connection((host, port), timeout=min(1.0, self._deadline / 4))
         except OSError as error:
             what, fix = ("client", "client=") if self._settings.client else ("master", "the URL")
             raise StorageError(
@@ -328,6 +400,8 @@ class MooncakeBackend(Backend):
         store = self._module.MooncakeDistributedStore()
         if settings.client:
             what = f"mooncake_client {settings.client}"
+            # Before the client, so that it is not of a later process than the client's.
+            self._line = _Line(self._reach())
             code = store.setup_dummy(_LOCAL_BUFFER, _LOCAL_BUFFER, settings.client)
         else:
             what = f"mooncake master {settings.master}"
@@ -349,24 +423,52 @@ class MooncakeBackend(Backend):
         return store
 
     def _reopen(self) -> None:
-        """Take a new client: one over shared memory does not find its owner again, nor does a new owner know
-        its memory. Nobody else is in a call."""
+        """Take a new client: one over shared memory does not always find its owner again, nor does a new
+        owner know its memory. Nobody else is in a call."""
+        self._let_go()
         self._drop()
         self._store = self._connect()
+        self._fenced = self._bounce_all = False
+        self._found = 0.0
         self._make_blocks()
+        for memory in self._pools:
+            self._adopt(memory)
         self._suspect = False
+
+    def _let_go(self) -> None:
+        """Have the package know that bodies' memory is registered no more: else no client registers it again.
+
+        It takes the owner's word alone. If the owner is another process by now, the client tells it of this
+        memory as soon as it has noticed, so it gets the time for that.
+        """
+        if not self._direct:
+            return
+        now = time.monotonic()
+        self._found = self._found or now
+        if not self._answers() and now < self._found + _FIND_SECONDS:
+            raise StorageError(f"mooncake client {self._settings.client} is found again: try again later")
+        self._unregister_pools()
+
+    def _unregister_pools(self) -> bool:
+        """Whether the owner has taken back all memory of bodies, by its word."""
+        self._direct = [
+            (start, end) for start, end in self._direct if self._store.unregister_buffer(start) != 0
+        ]
+        return not self._direct
 
     def _drop(self) -> None:
         """Give back the client and everything that it knew."""
         while not self._blocks.empty():
             self._blocks.get()
-        for start, _ in self._ranges:
-            self._store.unregister_buffer(start)
+        # One that is gone would be waited for, 4.3 s for each.
+        if self._line is None or not self._line.ended:
+            for start, _ in self._ranges + self._direct:
+                self._store.unregister_buffer(start)
         self._store.close()
-        for allocator, address in self._allocated:
-            allocator.free(address)
+        if self._line is not None:
+            self._line.close()
         self._ranges.clear()
-        self._allocated.clear()
+        self._direct.clear()
         self._kept.clear()
 
     def _make_blocks(self) -> None:
@@ -374,27 +476,19 @@ class MooncakeBackend(Backend):
         bodies = 0
         if settings.client or settings.protocol != "tcp":
             bodies = settings.bounce_bytes // 2
-        for _ in range(1 if self._paced else 2):
+        for moved in self._moved:
             memory = self._own_memory(_HEADER_BYTES + bodies)
-            self._blocks.put(_Block(memory[:_HEADER_BYTES], memory[_HEADER_BYTES:]))
+            self._blocks.put(_Block(memory[:_HEADER_BYTES], memory[_HEADER_BYTES:], moved))
 
     def _own_memory(self, count: int) -> npt.NDArray[np.uint8]:
         """Registered memory."""
         if self._settings.client:
-            allocator = self._module.MooncakeHostMemAllocator()
-            address = allocator.alloc(count)
-            if not address:
-                raise StorageError(
-                    f"{count} bytes of shared memory for mooncake_client {self._settings.client} can not be "
-                    "had: choose a smaller bounce=, or see that /dev/shm has room"
-                )
-            self._allocated.append((allocator, address))
-            mapped = memoryview((ctypes.c_uint8 * count).from_address(address)).cast("B")
-            memory = np.frombuffer(mapped, np.uint8)
+            memory = np.frombuffer(_shared_memory(self._module, count, "choose a smaller bounce="), np.uint8)
         else:
             memory = np.zeros(count, np.uint8)
         self._kept.append(memory)
         self._register(_address_of(memory), count)
+        self._ranges.append((_address_of(memory), _address_of(memory) + count))
         return memory
 
     def _register(self, address: int, count: int) -> None:
@@ -404,14 +498,28 @@ class MooncakeBackend(Backend):
                 f"mooncake refused to register {count} bytes of memory ({code}): memory can not be "
                 "registered twice or overlap, and RDMA needs room under ulimit -l"
             )
-        self._ranges.append((address, address + count))
+
+    def host_memory(self, size: int) -> memoryview | None:
+        """With `client`, memory that it reaches; it is touched by one thread, about 1 GB a second."""
+        self._require_open()
+        if not self._settings.client:
+            return None
+        return _shared_memory(self._module, size, "make hicache_ratio or hicache_size smaller")
 
     def register(self, memory: memoryview) -> None:
-        """Bodies will lie in this memory; with `client` they are copied through the client's own."""
+        """Bodies will lie in this memory; what `client` does not reach they are copied from and to."""
         with self._calling():
-            if memory.nbytes and not self._settings.client:
-                self._register(_address_of(np.frombuffer(memory, np.uint8)), memory.nbytes)
-                self._registered.append(memory)  # it may have to outlive `close`
+            if memory.nbytes:
+                self._adopt(memory)
+                self._pools.append(memory)  # it may have to outlive `close`
+
+    def _adopt(self, memory: memoryview) -> None:
+        start = _address_of(np.frombuffer(memory, np.uint8))
+        if not self._settings.client:
+            self._register(start, memory.nbytes)
+        elif self._store.register_buffer(start, memory.nbytes) != 0:
+            return  # it is not of its package
+        self._direct.append((start, start + memory.nbytes))
 
     # Calls
 
@@ -424,7 +532,8 @@ class MooncakeBackend(Backend):
         with self._state:
             if self._closed:
                 raise ClosedError("the mooncake backend was closed before this call")
-            lost = self._suspect and bool(self._settings.client)
+            suspect = self._suspect or self._fenced
+            lost = suspect and bool(self._settings.client)
             if self._reopening or (lost and self._calls):
                 raise StorageError(
                     f"mooncake client {self._settings.client} was lost and is looked for: try again later"
@@ -433,8 +542,8 @@ class MooncakeBackend(Backend):
             self._reopening = lost
         try:
             started = time.monotonic()
-            if self._suspect:
-                self._reach()
+            if suspect:
+                self._reach().close()
             if lost:
                 self._reopen()
             yield started
@@ -449,7 +558,8 @@ class MooncakeBackend(Backend):
         """Take note of whether the store was reached; raises if for none of the objects it was."""
         if not codes:
             return
-        unreached = [code for code in codes if code in _UNREACHED]
+        # As a rule there is no code < 0.
+        unreached = [code for code in codes if code in _UNREACHED] if min(codes) < 0 else []
         self._suspect = bool(unreached)
         if len(unreached) == len(codes):
             said = "no reply in time" if unreached[0] == _NO_REPLY else "no connection"
@@ -458,6 +568,65 @@ class MooncakeBackend(Backend):
                 f"mooncake at {host}:{port} was asked for {len(codes)} objects and answered {unreached[0]} "
                 f"({said}): see that it runs; it is used again as soon as it answers"
             )
+
+    def _answers(self) -> bool:
+        """The owner over shared memory says something; it need not ask its master for that."""
+        return bool(self._ask(_NOWHERE) == _WRONG_SIZE)
+
+    def _knows(self, address: int) -> bool:
+        """The owner reaches this memory; also if it does not say."""
+        return bool(self._ask(address) != _WRONG_SIZE)
+
+    def _ask(self, address: int) -> int:
+        (code,) = self._store.batch_get_into_multi_buffers([_NO_KEY], [[address]], [[1]])
+        return int(code)
+
+    def _hold(self, codes: Sequence[int]) -> None:
+        """If the owner has not answered, return when it can do nothing more of what it was asked.
+
+        One that hangs works off what it was sent when it goes on, also if nobody waits for that any more.
+        Memory that it has unregistered it does not touch: it waits for what is under way then, and refuses
+        what comes later (both was seen). So this may take as long as it hangs.
+        """
+        if not any(code in _UNREACHED for code in codes):
+            return
+        self._suspect = True
+        assert self._line is not None
+        answered = 0.0
+        with self._fence:
+            while not self._fenced:
+                if self._line.ended:
+                    self._fenced = True
+                elif self._answers():
+                    answered = answered or time.monotonic()
+                    # It may have forgotten the memory in the meantime, until the client tells it again.
+                    drained = time.monotonic() > answered + _DRAIN_SECONDS
+                    self._fenced = self._unregister_pools() or drained
+                if not self._fenced:
+                    time.sleep(_LOOK_SECONDS)
+
+    def _check_known(self, codes: Sequence[int], block: _Block, pieces: Sequence[Sequence[int]]) -> None:
+        """Raise if the owner answered so because it does not know the memory: nothing is wrong with objects.
+
+        It may be another process than before, or have taken this one for dead.
+        """
+        if not all(code == _WRONG_SIZE for code in codes):
+            return
+        name = f"mooncake client {self._settings.client}"
+        if not self._knows(block.header_address):
+            self._suspect = True
+            raise StorageError(f"{name} has forgotten the memory of this process: try again")
+        if all(self._knows(piece) for piece in {pieces[0][-1], pieces[-1][-1]}):
+            return
+        self._bounce_all = True
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s was restarted, and can not be told of the host pool's memory: from now on pages are "
+                "copied once more on their way",
+                name,
+            )
+        raise StorageError(f"{name} does not know the host pool's memory any more: try again")
 
     def exists(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """How many of each run are stored; what is being written right now is not."""
@@ -478,18 +647,19 @@ class MooncakeBackend(Backend):
         with self._calling() as started:
             room = batch.body_sizes.tolist()
             rows = list(range(len(batch)))
+            bounced = self._bounced(batch, room)
             heard: list[int] = []
             if self._sizes_vary and rows:
                 rows = self._fit(batch, rows, room, statuses, heard)
-            for part in self._parts(rows, batch, header):
-                again = self._get_part(batch, part, room, started, statuses, heard)
+            for part in self._parts(rows, batch, header, bounced):
+                again = self._get_part(batch, part, room, bounced, started, statuses, heard)
                 # Shorter than its memory, which the client takes for a failed transfer: asked once more.
                 if again:
                     fitting = self._fit(batch, again, room, statuses, heard)
                     if fitting:
                         self._sizes_vary = True
-                        self._get_part(batch, fitting, room, started, statuses, heard)
-                if _NO_CONNECTION in heard or any(statuses[row] is PageStatus.TIMEOUT for row in part):
+                        self._get_part(batch, fitting, room, bounced, started, statuses, heard)
+                if _NO_CONNECTION in heard or PageStatus.TIMEOUT in [statuses[row] for row in part]:
                     break  # the next native call would take its time only to say the same
             self._hear(heard)
         return statuses
@@ -499,6 +669,7 @@ class MooncakeBackend(Backend):
         batch: ObjectBatch,
         rows: list[int],
         sizes: list[int],
+        bounced: bool,
         started: float,
         statuses: list[PageStatus],
         heard: list[int],
@@ -508,34 +679,40 @@ class MooncakeBackend(Backend):
         with self._block(started) as block:
             if block is None:
                 return []
-            bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
+            wholes = [header + sizes[row] for row in rows]
             begun = time.monotonic()
-            keys = [batch.keys[row] for row in rows]
+            keys = _picked(batch.keys, rows)
             codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
+            self._look_at(codes, block, addresses, bounced)
             heard += codes
-            failed, copied = [], []
-            headers = block.headers[: len(rows) * header].reshape(len(rows), header)
-            for place, (row, code) in enumerate(zip(rows, codes, strict=True)):
-                if code == header + sizes[row]:
-                    batch.headers[row] = headers[place]
-                    if bounced:
-                        copied.append((row, block.body(place, batch, sizes[row])))
+            failed: list[int] = []
+            places = list(range(len(rows)))
+            if codes != wholes:
+                for row, code in zip(rows, codes, strict=True):
+                    if code >= 0:
+                        statuses[row] = PageStatus.CORRUPT
+                    elif code == _TRANSFER_FAILED and stalled:
+                        statuses[row] = PageStatus.TIMEOUT
+                    else:
+                        statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
+                        if code == _TRANSFER_FAILED:
+                            failed.append(row)
+                places = [
+                    at for at, (code, whole) in enumerate(zip(codes, wholes, strict=True)) if code == whole
+                ]
+            if places:
+                hits = _picked(rows, places)
+                headers = block.headers[: len(rows) * header].reshape(len(rows), header)
+                batch.headers[_run(hits)] = headers[_run(places)]
+                for row in hits:
                     batch.stored_sizes[row] = sizes[row]
                     statuses[row] = PageStatus.HIT
-                elif code >= 0:
-                    statuses[row] = PageStatus.CORRUPT
-                elif code == _TRANSFER_FAILED and stalled:
-                    statuses[row] = PageStatus.TIMEOUT
-                else:
-                    statuses[row] = _READ_STATUS.get(code, PageStatus.ERROR)
-                    if code == _TRANSFER_FAILED:
-                        failed.append(row)
-            if copied:
-                hits, sources = zip(*copied, strict=True)
-                targets = [batch.bodies[row][: sizes[row]] for row in hits]
-                copy_bodies(batch.checksums, hits, targets, sources)
+                if bounced:
+                    targets = [batch.bodies[row][: sizes[row]] for row in hits]
+                    sources = [block.body(place, batch, sizes[rows[place]]) for place in places]
+                    copy_bodies(batch.checksums, hits, targets, sources)
         return failed
 
     def _fit(
@@ -582,9 +759,10 @@ class MooncakeBackend(Backend):
         header = batch.headers.shape[1] if len(batch) else 0
         with self._calling() as started:
             sizes = batch.body_sizes.tolist()
+            bounced = self._bounced(batch, sizes)
             heard: list[int] = []
-            for part in self._parts(list(range(len(batch))), batch, header):
-                if not self._set_part(batch, part, sizes, started, statuses, heard):
+            for part in self._parts(list(range(len(batch))), batch, header, bounced):
+                if not self._set_part(batch, part, sizes, bounced, started, statuses, heard):
                     break
             self._hear(heard)
             self._confirm(batch.keys, statuses)
@@ -595,6 +773,7 @@ class MooncakeBackend(Backend):
         batch: ObjectBatch,
         rows: list[int],
         sizes: list[int],
+        bounced: bool,
         started: float,
         statuses: list[PageStatus],
         heard: list[int],
@@ -604,19 +783,20 @@ class MooncakeBackend(Backend):
         with self._block(started) as block:
             if block is None:
                 return False
-            bounced = self._bounced(batch)
             addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            sources = [batch.bodies[row][: sizes[row]] for row in rows]
+            if bounced or batch.checksums is not None:
+                sources = [batch.bodies[row][: sizes[row]] for row in rows]
             if bounced:
                 targets = [block.body(place, batch, size) for place, size in enumerate(map(len, sources))]
                 copy_bodies(batch.checksums, rows, targets, sources)
             elif batch.checksums is not None:
                 batch.checksums.make(rows, sources)
-            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[rows]
+            block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[_run(rows)]
             begun = time.monotonic()
-            keys = [batch.keys[row] for row in rows]
+            keys = _picked(batch.keys, rows)
             codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
+            self._look_at(codes, block, addresses, bounced)
         heard += codes
         late = False
         for row, code in zip(rows, codes, strict=True):
@@ -636,7 +816,9 @@ class MooncakeBackend(Backend):
         rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
         end = time.monotonic() + _OTHER_WRITER_SECONDS
         while rows and not self._suspect:
-            codes = self._store.batch_is_exist([keys[row] for row in rows])
+            codes = self._store.batch_is_exist(_picked(keys, rows))
+            if codes.count(1) == len(codes):
+                return
             rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
             if any(code in _UNREACHED for code in codes):
                 self._suspect = True
@@ -651,12 +833,12 @@ class MooncakeBackend(Backend):
 
     # Native calls
 
-    def _parts(self, rows: list[int], batch: ObjectBatch, header: int) -> list[list[int]]:
+    def _parts(self, rows: list[int], batch: ObjectBatch, header: int, bounced: bool) -> list[list[int]]:
         """Rows of one native call each."""
         if not rows:
             return []
         most = min(self._pages, _HEADER_BYTES // max(1, header))
-        if self._bounced(batch):
+        if bounced:
             room = self._settings.bounce_bytes // 2
             most = min(most, room // max(1, _step(batch)))
         if most == 0:
@@ -685,33 +867,49 @@ class MooncakeBackend(Backend):
             if block is not None:
                 self._blocks.put(block)
 
-    def _bounced(self, batch: ObjectBatch) -> bool:
+    def _bounced(self, batch: ObjectBatch, sizes: Sequence[int]) -> bool:
         """Bodies have to be copied through memory that the client knows."""
-        if self._settings.client:
-            return True
-        if self._settings.protocol == "tcp":
+        if self._settings.protocol == "tcp" and not self._settings.client:
             return False  # reads and writes any memory
-        first = int(batch.body_addresses.min())
-        last = int((batch.body_addresses + batch.body_sizes).max())
-        return not any(start <= first and last <= end for start, end in self._ranges)
+        if self._bounce_all or not sizes:
+            return True
+        firsts, most = batch.body_addresses.tolist(), max(sizes)
+        first, last = min(firsts), max(firsts) + most
+        if any(start <= first and last <= end for start, end in self._direct):
+            return False
+        # Of several pools, or not at all.
+        return not all(
+            any(start <= at and at + size <= end for start, end in self._direct)
+            for at, size in zip(firsts, sizes, strict=True)
+        )
+
+    def _look_at(
+        self, codes: Sequence[int], block: _Block, pieces: Sequence[Sequence[int]], bounced: bool
+    ) -> None:
+        """What answers to a native call say of the client, before its memory is given back."""
+        if self._settings.client and min(codes) < 0:
+            if not bounced:
+                self._hold(codes)
+            self._check_known(codes, block, pieces)
+        block.moved[bounced] += len(codes)
 
     def _pieces(
         self, batch: ObjectBatch, rows: list[int], sizes: list[int], block: _Block, bounced: bool
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Addresses and lengths of header and body of each object."""
         header = batch.headers.shape[1]
-        start = _address_of(block.headers)
+        start = block.header_address
+        heads = range(start, start + len(rows) * header, header) if header else [start] * len(rows)
         if bounced:
-            base = _address_of(block.bodies)
-            bodies = [base + place * _step(batch) for place in range(len(rows))]
+            base, step = block.body_address, _step(batch)
+            bodies = [base + place * step for place in range(len(rows))]
         else:
-            bodies = [int(address) for address in batch.body_addresses[rows].tolist()]
-        addresses, lengths = [], []
-        for place, (row, body) in enumerate(zip(rows, bodies, strict=True)):
-            size = sizes[row]
-            # A piece of no bytes is refused.
-            addresses.append([start + place * header, body] if size else [start + place * header])
-            lengths.append([header, size] if size else [header])
+            bodies = batch.body_addresses[_run(rows)].tolist()
+        # A piece of no bytes is refused.
+        addresses = [
+            [at, body] if sizes[row] else [at] for at, row, body in zip(heads, rows, bodies, strict=True)
+        ]
+        lengths = [[header, sizes[row]] if sizes[row] else [header] for row in rows]
         return addresses, lengths
 
     # The rest
@@ -761,6 +959,9 @@ class MooncakeBackend(Backend):
     def stats(self) -> dict[str, int]:
         """`objects`, `bytes` and `capacity_bytes` of the whole store, over the master's HTTP port.
 
+        And of this backend how many bodies went straight between their memory and the client
+        (`direct_transfers`), and how many were copied once more (`bounced_transfers`).
+
         Raises:
             StorageError: it does not answer there.
         """
@@ -777,12 +978,14 @@ class MooncakeBackend(Backend):
             "capacity_bytes": "master_total_capacity_bytes",
         }
         try:
-            return {name: int(float(values[metric])) for name, metric in names.items()}
+            found = {name: int(float(values[metric])) for name, metric in names.items()}
         except (KeyError, ValueError) as error:
             raise StorageError(
                 f"http://{self._settings.host}:{self._settings.metrics_port}/metrics is not that of a "
                 f"mooncake master ({error}): set metrics= to its --metrics_port"
             ) from error
+        direct, bounced = map(sum, zip(*self._moved, strict=True))
+        return found | {"direct_transfers": direct, "bounced_transfers": bounced}
 
     def _http(self, path: str) -> str:
         host, port = self._settings.host, self._settings.metrics_port
@@ -859,7 +1062,7 @@ class MooncakeBackend(Backend):
             self._drop()
         except Exception:  # it is as gone as it can be
             _log.exception("the mooncake client of %s could not be closed", self._settings.master)
-        self._registered.clear()
+        self._pools.clear()
         _open.discard(self)
         self._enter("gone")
 
@@ -872,7 +1075,7 @@ class MooncakeBackend(Backend):
         if not (self._settings.client or self._settings.segment_bytes):
             return True
         try:
-            self._reach()
+            self._reach().close()
         except StorageError:
             return bool(self._settings.client)  # it is not there, and nobody waits for it then
         return self._store.is_exist("unified-cache") not in _UNREACHED
@@ -914,6 +1117,18 @@ def _leave_all() -> None:
     libc = ctypes.CDLL(None)
     # Handlers run in reverse order, so none of the client's does; the status is the one that the process has.
     libc.on_exit(libc._exit, None)
+
+
+def _picked(all_of: Sequence[_T], places: Sequence[int]) -> list[_T]:
+    """The elements in these places, which are in order."""
+    if len(places) == len(all_of):  # as a rule
+        return list(all_of)
+    return [all_of[place] for place in places]
+
+
+def _run(rows: list[int]) -> slice | list[int]:
+    """The same rows of an array, cheaper if none is left out between them."""
+    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
 
 
 def _step(batch: ObjectBatch) -> int:

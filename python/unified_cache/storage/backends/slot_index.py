@@ -47,6 +47,7 @@ from unified_cache.storage.backends.slot_records import (
     keys_of,
     pack_digests,
     pack_keys,
+    read_table,
 )
 
 __all__ = ["SWEEP", "Found", "SlotGeometry", "SlotIndex", "read_geometry", "runs_of", "write_geometry"]
@@ -576,20 +577,17 @@ class SlotIndex:
             self._references[:] = 0
             for at in (_AT_HAND, _AT_FREE_HAND, _AT_EVICTED, _AT_RECOVERED, _AT_REBUILT):
                 self._head[at] = 0
-        for start in range(0, self.geometry.slots, _LOAD_RECORDS):
-            part = slice(start, start + _LOAD_RECORDS)
-            if from_table:
-                slots = np.flatnonzero(self._records["check"][part]) + start
-                records = self._records[slots]
-                valid = (records["check"] == checksums(records)) & (records["slot"] == slots)
-                valid &= records["body"] <= self.geometry.slot_bytes
-                slots, records = slots[valid], records[valid]
-                self._words[slots] = _PUBLISHED
-            else:
-                slots = np.flatnonzero((self._words[part] & _STATE) == _PUBLISHED) + start
-                records = self._records[slots]
-            self._hashes[slots] = hashes_of(key_words(records))
-            self._sizes[slots] = records["body"] + records["header"]
+            slots, hashes, sizes = read_table(self._records, self.geometry.slot_bytes)
+            self._words[slots] = _PUBLISHED
+            self._hashes[slots] = hashes
+            self._sizes[slots] = sizes
+        else:
+            for start in range(0, self.geometry.slots, _LOAD_RECORDS):
+                words = self._words[start : start + _LOAD_RECORDS]
+                there = np.flatnonzero((words & _STATE) == _PUBLISHED) + start
+                records = self._records[there]
+                self._hashes[there] = hashes_of(key_words(records))
+                self._sizes[there] = records["body"] + records["header"]
         self._fill_buckets()
         self._head[_AT_FREE] = int(np.count_nonzero((self._words & _STATE) == _FREE))
         self._head[_AT_REBUILT] += 1

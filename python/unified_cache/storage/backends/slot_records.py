@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from unified_cache._native import read_slot_table
 from unified_cache.errors import ArgumentError
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "keys_of",
     "pack_digests",
     "pack_keys",
+    "read_table",
 ]
 
 KEY_BYTES = 152  # 150 and zeros
@@ -62,6 +64,16 @@ _HASH_WEIGHTS = _CHECK_WEIGHTS[: KEY_BYTES // 8]
 _CHECK_START = np.uint64(0x7563736C6F7473)
 _SHIFT = np.uint64(32)
 _MIX = np.uint64(0x94D049BB133111EB)
+
+
+def read_table(
+    records: npt.NDArray[np.void], slot_bytes: int
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Of the records that are whole, in order: their slots, the hashes of their keys, their bytes in all.
+
+    What `checksums` and `hashes_of` come to, at the speed of memory: there may be millions.
+    """
+    return read_slot_table(records.data, _CHECK_WEIGHTS.tolist(), int(_CHECK_START), int(_MIX), slot_bytes)
 
 
 def _sums(words: U64, weights: U64) -> U64:
