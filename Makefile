@@ -35,8 +35,11 @@ test: test-rust test-python ## every test but those inside other engines
 test-rust: ## the Rust tests alone
 	cargo test --workspace $(LOCKED)
 
+# First those that only need a processor, two at a time; then those that must not be disturbed, one by one. Both
+# are run even if the first fail. A plain `pytest` runs all of them one by one.
 test-python: $(NATIVE) ## the Python tests alone
-	$(PY) -m pytest
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'parallel and not engines' --numprocesses=2 --dist=worksteal; first=$$?; \
+	$(PY) -m pytest -m 'not parallel and not engines' && exit $$first
 
 test-engines: $(NATIVE) ## the tests inside a real vLLM and a real SGLang: installs 2 GB, once
 	$(PY) -m pytest -m engines tests/engines

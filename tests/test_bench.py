@@ -17,6 +17,8 @@ from unified_cache.demo.serving import PAGE_SIZE, Report
 from unified_cache.demo.workload import NEAR_TIE, Clients, Traffic, Turn
 from unified_cache.engines.transformers import Generation
 
+pytestmark = pytest.mark.parallel
+
 SMALLEST = ["bench", "--users=5", "--turns=3", "--system=40", "--question=20-40", "--answer=5"]
 SMALLEST += ["--layers=2", "--hidden=64", "--concurrent=2", "--device=cpu"]
 

@@ -15,6 +15,8 @@ from unified_cache.cli import main
 from unified_cache.demo.engine import Engine
 from unified_cache.demo.serving import PAGE_SIZE
 
+pytestmark = pytest.mark.parallel
+
 SMALLEST = ["demo", "--quick", "--clients", "2", "--turns", "2"]
 
 

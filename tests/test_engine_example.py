@@ -45,6 +45,8 @@ from unified_cache.engines.transformers import Generation
 from unified_cache.pools.device import MhaDevicePool
 from unified_cache.storage.page_format import HEADER_BYTES, checksums_of
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).parent.parent
 ANSWER = 6
 

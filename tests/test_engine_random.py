@@ -23,6 +23,8 @@ from unified_cache import PrefixTree, UnifiedCacheError
 from unified_cache.controller.storage import StorageLink
 from unified_cache.engines.transformers import Generation
 
+pytestmark = pytest.mark.parallel
+
 EPISODES = int(os.environ.get("UNIFIED_CACHE_ENGINE_EPISODES", "16"))
 FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_RANDOM_SEED", "0"))
 POLICIES = ("write_through", "write_through_selective", "write_back", None)

@@ -28,6 +28,8 @@ from unified_cache.storage.backends.mmap import MmapBackend
 from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.urls import StorageUrl
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).parent.parent
 SEED = 3
 ANSWER = 80

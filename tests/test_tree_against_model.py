@@ -13,6 +13,8 @@ from tests.model.regressions import REGRESSIONS
 from tests.model.tree_model import POLICIES
 from unified_cache import PrefixTree
 
+pytestmark = pytest.mark.parallel
+
 CALLS = int(os.environ.get("UNIFIED_CACHE_MODEL_CALLS", "20000"))
 FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_MODEL_SEED", "1"))
 CALLS_A_SCRIPT = 200

@@ -1071,12 +1071,15 @@ class IoQueue:
     """Bodies of a file that is open with ``O_DIRECT``, moved many at a time (`io_submit`).
 
     The disk has all of them to do at once, and checksums are made while it works. Threads may share one.
-
-    Raises:
-        OSError: the system has no such thing, forbids it, or has no more of it (``fs.aio-max-nr``).
     """
 
-    def __new__(cls) -> IoQueue: ...
+    def __new__(cls) -> IoQueue:
+        """Ask the system for a queue.
+
+        Raises:
+            OSError: the system has no such thing, forbids it, or has no more of it (``fs.aio-max-nr``).
+        """
+
     def read(
         self,
         file: int,

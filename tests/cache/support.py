@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections import deque
@@ -54,12 +55,18 @@ class Clock:
 # The model: what a page holds is a function of the tokens up to its end, and of the namespace.
 
 
+@functools.lru_cache
+def _mixing(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each of so many bytes: the word of the digest that it comes from, and what is added to that."""
+    index = np.arange(size, dtype=np.uint64)
+    return (index % 4).astype(np.intp), index * np.uint64(0x9E3779B97F4A7C15)
+
+
 def page_content(planes: PoolPlanes, digest: bytes) -> torch.Tensor:
     """The bytes of a page, uint8 (layers, parts, tokens, heads, bytes of a run)."""
     shape = planes.shape
-    index = np.arange(shape.page_bytes, dtype=np.uint64)
-    seed = np.frombuffer(digest, np.uint64)
-    mixed = (seed[index % 4] + index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    places, added = _mixing(shape.page_bytes)
+    mixed = (np.frombuffer(digest, np.uint64)[places] + added) >> np.uint64(32)
     content = torch.from_numpy(mixed.astype(np.uint8))
     return content.reshape(shape.layers, shape.parts, shape.tokens, shape.heads, shape.run_bytes)
 

@@ -59,6 +59,8 @@ from unified_cache.controller.layer_done import LayerWait
 from unified_cache.copies.joint import JointCopyEngine
 from unified_cache.pools.device import MhaDevicePool, MlaDevicePool
 
+pytestmark = pytest.mark.parallel
+
 STEPS = 1000  # of an episode
 EPISODES = -(-int(os.environ.get("UNIFIED_CACHE_RANDOM_STEPS", "100000")) // STEPS)
 GROUPS = 10

@@ -21,6 +21,8 @@ from tests.cache.support import (
 )
 from unified_cache import ArgumentError, CapacityError, ClosedError, LockError, UnifiedCache
 
+pytestmark = pytest.mark.parallel
+
 POLICIES = ["write_through", "write_through_selective", "write_back"]
 POLICY = pytest.mark.parametrize("policy", POLICIES)
 

@@ -29,6 +29,8 @@ from unified_cache import Request
 from unified_cache.errors import CapacityError, CopyError
 from unified_cache.pools.device import MlaDevicePool
 
+pytestmark = pytest.mark.parallel
+
 STEPS = 400
 
 

@@ -39,6 +39,8 @@ from unified_cache.engines.transformers import BatchPrefixCache, PrefixCache
 from unified_cache.errors import ArgumentError, BusyError, ClosedError, StorageError
 from unified_cache.storage.backends.memory import Fault, Faults, MemoryBackend
 
+pytestmark = pytest.mark.parallel
+
 SHARED = text(2, 64)
 PROMPTS = [tokens[0].tolist() for tokens in (text(1, 100), text(3, 50, after=SHARED), text(4, 30))]
 TOKENS = sum(map(len, PROMPTS))

@@ -35,6 +35,8 @@ from unified_cache.engines.transformers_model import fingerprint, kv_shape
 from unified_cache.errors import ArgumentError, BusyError, ClosedError, LockError, MissingDependencyError
 from unified_cache.storage.backends.memory import Fault, Faults, MemoryBackend
 
+pytestmark = pytest.mark.parallel
+
 GREEDY: dict[str, Any] = {
     "max_new_tokens": ANSWER,
     "do_sample": False,

@@ -15,6 +15,8 @@ pytest.importorskip("psutil", reason="continuous batching on a CPU asks it how m
 from tests.engines.transformers_support import SMALL, Computed, batch_settings, text, tiny
 from unified_cache.engines.transformers import BatchPrefixCache, PrefixCache
 
+pytestmark = pytest.mark.parallel
+
 
 def answers(folder: Path) -> dict[str, Any]:
     """Of both ways: tokens, and how many were computed of the prompt."""

@@ -16,6 +16,8 @@ import torch
 from tests.kernels.fake_driver import FakeDriver
 from unified_cache.copies import cupy_driver
 
+pytestmark = pytest.mark.parallel
+
 SCRIPT = Path(__file__).parents[2] / "benches" / "gpu_check.py"
 
 

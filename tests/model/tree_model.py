@@ -61,7 +61,8 @@ def hash_positions(positions: Sequence[Position], page_size: int, before: bytes)
     """Digests of the whole pages; `before` is the previous page's digest, the seed, or nothing."""
     digests = []
     for start in range(0, len(positions) - page_size + 1, page_size):
-        text = b"".join(struct.pack("<I", t) for p in positions[start : start + page_size] for t in p)
+        tokens = [t for p in positions[start : start + page_size] for t in p]
+        text = struct.pack(f"<{len(tokens)}I", *tokens)
         before = hashlib.sha256(before + text).digest()
         digests.append(before)
     return digests
@@ -184,10 +185,13 @@ class Node:
         return sum(len(n.key) for n in self.path())
 
     def descendants(self) -> "list[Node]":
-        out = []
-        for child in self.children:
-            out.append(child)
-            out.extend(child.descendants())
+        """Each before its own. Asked for all the time, so without a list a node."""
+        out: list[Node] = []
+        waiting = self.children[::-1]
+        while waiting:
+            node = waiting.pop()
+            out.append(node)
+            waiting += node.children[::-1]
         return out
 
 

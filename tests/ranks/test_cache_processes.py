@@ -1,10 +1,14 @@
 """Whole caches in real processes that agree over gloo: device, host and storage, with every fault.
 
-UNIFIED_CACHE_PROCESS_TICKS sets how many ticks there are (20,000).
+An episode of a seed does the same in processes as in threads, step for step. So few are enough here, which is
+checked: both are run and compared. They are of other seeds than those of `test_random_ranks`.
+
+UNIFIED_CACHE_PROCESS_TICKS sets how many ticks there are (2,000), UNIFIED_CACHE_PROCESS_SEED the first seed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
@@ -14,10 +18,12 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from tests.cache.support import toks  # noqa: E402
+from tests.ranks.baton import run_ranks  # noqa: E402
 from tests.ranks.processes import no_more_than, processes, threads_and_descriptors  # noqa: E402
 from tests.ranks.support import late_copies, make_rank, serve_rank  # noqa: E402
 from tests.ranks.test_random_ranks import TICKS_EACH, Rank  # noqa: E402
 from unified_cache.errors import RankLostError, RanksDifferError  # noqa: E402
+from unified_cache.ranks.agreement import Agreement  # noqa: E402
 from unified_cache.ranks.layout import RankLayout  # noqa: E402
 from unified_cache.ranks.torch_group import TorchRanks  # noqa: E402
 
@@ -25,9 +31,42 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here"
 )
 
-TICKS = int(os.environ.get("UNIFIED_CACHE_PROCESS_TICKS", "20000"))
+# Most of what a tick costs here is gloo's: 10 ms of processor time, against 2.5 in threads.
+TICKS = int(os.environ.get("UNIFIED_CACHE_PROCESS_TICKS", "2000"))
+FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_PROCESS_SEED", "500"))
 RANKS = 4
-PATIENCE = 1200.0  # seconds: four processes on two cores take a minute, unless these have much else to do
+PATIENCE = 1200.0  # seconds: on two cores it is a quarter of a minute, unless these have much else to do
+
+
+class Recorded(Rank):
+    """What it was at each tick is in `history`."""
+
+    history = b""
+
+    def tick(self) -> None:
+        super().tick()
+        assert self.cache._together is not None
+        now = self.cache._together._count, self.cache.tree.digest(), sorted(self.cache.stats().items())
+        self.history = hashlib.sha256(self.history + repr(now).encode()).digest()
+
+    def run(self) -> None:
+        while self.ticks < TICKS_EACH:
+            self.step()
+        self.end()
+
+
+def in_threads(seed: int) -> list[bytes]:
+    """The histories of the ranks, where the same seed is run in threads."""
+    digests: dict[int, int] = {}
+    histories = [b""] * RANKS
+
+    def program(agreement: Agreement) -> None:
+        rank = Recorded(seed, agreement, digests)
+        rank.run()
+        histories[rank.rank] = rank.history
+
+    run_ranks(RANKS, program)
+    return histories
 
 
 def random_calls(rank: int, layout: RankLayout, seeds: range, idle: int | None) -> dict[str, Any]:
@@ -35,14 +74,14 @@ def random_calls(rank: int, layout: RankLayout, seeds: range, idle: int | None) 
     layout = layout.at(rank)
     agreement = TorchRanks.of_layout(layout, time_limit=60.0)
     ticks = counted = 0
+    histories = []
     before: tuple[int, int] | None = None
     if layout.dp_rank != idle:
         for seed in seeds:
             begun = agreement.reductions
-            episode = Rank(1000 * layout.dp_rank + seed, agreement, {})
-            while episode.ticks < TICKS_EACH:
-                episode.step()
-            episode.end()
+            episode = Recorded(1000 * layout.dp_rank + seed, agreement, {})
+            episode.run()
+            histories.append(episode.history)
             assert episode.cache._together is not None
             ticks += episode.cache._together._count
             counted += agreement.reductions - begun - 2  # two when a cache is made
@@ -50,12 +89,18 @@ def random_calls(rank: int, layout: RankLayout, seeds: range, idle: int | None) 
                 before = threads_and_descriptors()
     dist.barrier()  # whoever is idle has waited here all the time
     after = threads_and_descriptors() if before is None else no_more_than(before)
-    return {"ticks": ticks, "reductions": counted, "before": before, "after": after}
+    return {
+        "ticks": ticks,
+        "reductions": counted,
+        "histories": histories,
+        "before": before,
+        "after": after,
+    }
 
 
 def test_four_processes_stay_equal() -> None:
     """`Rank.tick` fails as soon as two trees differ, `Rank.end` if anything is held."""
-    seeds = range(TICKS // TICKS_EACH)
+    seeds = range(FIRST_SEED, FIRST_SEED + TICKS // TICKS_EACH)
     with processes(random_calls, RANKS, RankLayout(tp_size=RANKS), seeds, None) as running:
         results = [running.result(rank, PATIENCE) for rank in range(RANKS)]
     for result in results:
@@ -65,6 +110,10 @@ def test_four_processes_stay_equal() -> None:
         # Nothing was left behind by all the caches after the first.
         assert result["after"][0] <= result["before"][0]
         assert result["after"][1] <= result["before"][1]
+    # Nothing is another thing in processes than in threads.
+    assert [list(each) for each in zip(*(result["histories"] for result in results), strict=True)] == [
+        in_threads(seed) for seed in seeds
+    ]
 
 
 def test_a_group_that_is_idle_blocks_nobody() -> None:

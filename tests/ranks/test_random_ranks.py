@@ -39,6 +39,8 @@ from unified_cache.ranks.agreement import Agreement
 from unified_cache.ranks.group import Ranks
 from unified_cache.ranks.layout import RankLayout
 
+pytestmark = pytest.mark.parallel
+
 RANKS = 4
 TICKS = int(os.environ.get("UNIFIED_CACHE_RANK_TICKS", "50000"))
 FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_RANK_SEED", "0"))

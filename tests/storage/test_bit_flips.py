@@ -28,6 +28,8 @@ from unified_cache.storage.contract import Backend, PageStatus
 from unified_cache.storage.guard import StorageCounts, StorageGuard
 from unified_cache.storage.page_format import HEADER_BYTES
 
+pytestmark = pytest.mark.parallel
+
 PAGES = int(os.environ.get("UNIFIED_CACHE_FLIP_PAGES", "100000"))
 _Index = npt.NDArray[np.int64]
 
