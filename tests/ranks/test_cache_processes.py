@@ -1,9 +1,9 @@
 """Whole caches in real processes that agree over gloo: device, host and storage, with every fault.
 
-An episode of a seed does the same in processes as in threads, step for step. So few are enough here, which is
-checked: both are run and compared. They are of other seeds than those of `test_random_ranks`.
+An episode of a seed does the same in processes as in threads, step for step: the first ones are run both ways
+and compared. They are of other seeds than those of `test_random_ranks`.
 
-UNIFIED_CACHE_PROCESS_TICKS sets how many ticks there are (2,000), UNIFIED_CACHE_PROCESS_SEED the first seed.
+UNIFIED_CACHE_PROCESS_TICKS sets how many ticks there are (20,000), UNIFIED_CACHE_PROCESS_SEED the first seed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here"
 )
 
-# Most of what a tick costs here is gloo's: 10 ms of processor time, against 2.5 in threads.
-TICKS = int(os.environ.get("UNIFIED_CACHE_PROCESS_TICKS", "2000"))
+TICKS = int(os.environ.get("UNIFIED_CACHE_PROCESS_TICKS", "20000"))
+COMPARED = 4  # episodes
 FIRST_SEED = int(os.environ.get("UNIFIED_CACHE_PROCESS_SEED", "500"))
 RANKS = 4
-PATIENCE = 1200.0  # seconds: on two cores it is a quarter of a minute, unless these have much else to do
+PATIENCE = 1200.0  # seconds: four processes on two cores take a minute, unless these have much else to do
 
 
 class Recorded(Rank):
@@ -111,9 +111,8 @@ def test_four_processes_stay_equal() -> None:
         assert result["after"][0] <= result["before"][0]
         assert result["after"][1] <= result["before"][1]
     # Nothing is another thing in processes than in threads.
-    assert [list(each) for each in zip(*(result["histories"] for result in results), strict=True)] == [
-        in_threads(seed) for seed in seeds
-    ]
+    histories = [list(each) for each in zip(*(result["histories"] for result in results), strict=True)]
+    assert histories[:COMPARED] == [in_threads(seed) for seed in seeds[:COMPARED]]
 
 
 def test_a_group_that_is_idle_blocks_nobody() -> None:
