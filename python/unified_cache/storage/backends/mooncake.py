@@ -532,12 +532,15 @@ class MooncakeBackend(Backend):
         with self._state:
             if self._closed:
                 raise ClosedError("the mooncake backend was closed before this call")
-            suspect = self._suspect or self._fenced
+            if self._reopening:
+                raise self._lost()
+            # A later process in the owner's place is found by the client itself, and calls go on well. But
+            # the end of that one, which `_hold` looks for, is not told by this connection.
+            other = self._line is not None and self._line.ended
+            suspect = self._suspect = self._suspect or self._fenced or other
             lost = suspect and bool(self._settings.client)
-            if self._reopening or (lost and self._calls):
-                raise StorageError(
-                    f"mooncake client {self._settings.client} was lost and is looked for: try again later"
-                )
+            if lost and self._calls:
+                raise self._lost()
             self._calls += 1
             self._reopening = lost
         try:
@@ -553,6 +556,11 @@ class MooncakeBackend(Backend):
                 if lost:
                     self._reopening = False
                 self._state.notify_all()
+
+    def _lost(self) -> StorageError:
+        return StorageError(
+            f"mooncake client {self._settings.client} was lost and is looked for: try again later"
+        )
 
     def _hear(self, codes: Sequence[int]) -> None:
         """Take note of whether the store was reached; raises if for none of the objects it was."""

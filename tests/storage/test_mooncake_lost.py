@@ -1,0 +1,133 @@
+"""When a client over shared memory is taken for lost: with one that does as it is told, without processes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from tests.storage.mooncake_objects import HEADER, Memory, content
+from tests.storage.mooncake_server import MASTER, wait_until
+from unified_cache.errors import StorageError
+from unified_cache.storage.backends import mooncake
+from unified_cache.storage.backends.mooncake import MooncakeBackend, MooncakeSettings, client_environment
+from unified_cache.storage.contract import PageStatus
+
+DEADLINE = 10.0
+SIZE = 4096
+HIT = PageStatus.HIT
+
+
+class Allocator:
+    """Ordinary memory, as long as the allocator is there."""
+
+    def alloc(self, count: int) -> int:
+        self._memory = np.frombuffer(mmap.mmap(-1, count), np.uint8)
+        return int(self._memory.ctypes.data)
+
+    def free(self, address: int) -> None:
+        del self._memory
+
+
+class Package:
+    """What the backend uses of the package; each object is there."""
+
+    MooncakeHostMemAllocator = Allocator
+
+    def __init__(self) -> None:
+        self.clients = 0
+        self.reads: list[str] = []
+        self.held: dict[str, threading.Event] = {}  # by its first key: a read waits, and then reaches nobody
+        self.MooncakeDistributedStore = self._client
+
+    def _client(self) -> Package:
+        self.clients += 1
+        return self
+
+    def setup_dummy(self, *arguments: object) -> int:
+        return 0
+
+    def register_buffer(self, start: int, count: int) -> int:
+        return 0
+
+    def unregister_buffer(self, start: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    def is_exist(self, key: str) -> int:
+        return 0
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]
+    ) -> list[int]:
+        if keys == ["unified-cache"]:
+            return [-600 if addresses == [[4096]] else -704]
+        self.reads.append(keys[0])
+        if keys[0] in self.held:
+            assert self.held[keys[0]].wait(60)
+            return [-900] * len(keys)
+        for key, pieces in zip(keys, addresses, strict=True):
+            whole = content(key, SIZE)
+            for start, part in zip(pieces, (whole[:HEADER], whole[HEADER:]), strict=True):
+                ctypes.memmove(start, part.ctypes.data, part.nbytes)
+        return [HEADER + SIZE] * len(keys)
+
+
+class Owner:
+    """What listens on a port."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._socket = socket.create_server((MASTER, port))
+        self.port = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+    """In the place of the installed one; what the backend sets for its client goes again."""
+    before = dict(os.environ)
+    package = Package()
+    monkeypatch.setattr(mooncake, "_client_module", lambda: package)
+    yield package
+    for name in client_environment(DEADLINE):
+        if name not in before:
+            os.environ.pop(name, None)
+
+
+def opened(owner: Owner) -> MooncakeBackend:
+    client = f"{MASTER}:{owner.port}"
+    return MooncakeBackend(
+        MooncakeSettings(MASTER, owner.port, DEADLINE, client=client, bounce_bytes=2 * SIZE)
+    )
+
+
+def test_an_owner_that_took_another_s_place_is_known_by_its_own_connection(package: Package) -> None:
+    owner = Owner()
+    backend = opened(owner)
+    memory = Memory(1, SIZE)
+    assert backend.get(memory.batch(["k0"])) == [HIT]
+    assert package.clients == 1
+    owner.close()
+    owner = Owner(owner.port)
+    # The client has found it by itself, and nothing fails. If this one hung now, the connection to the one
+    # before would say that it is gone, and that nothing can write to the pages of the call any more.
+    memory.bodies[:] = 0
+    assert backend.get(memory.batch(["k0"])) == [HIT]
+    assert memory.holds(0, "k0", SIZE)
+    assert package.clients == 2
+    assert backend._line is not None
+    assert not backend._line.ended
+    assert backend.get(memory.batch(["k0"])) == [HIT]
+    assert package.clients == 2
+    owner.close()
+    backend.close()
