@@ -131,3 +131,37 @@ def test_an_owner_that_took_another_s_place_is_known_by_its_own_connection(packa
     assert package.clients == 2
     owner.close()
     backend.close()
+
+
+def test_memory_of_a_call_that_was_lost_is_not_used_by_one_that_waits_for_it(package: Package) -> None:
+    owner = Owner()
+    backend = opened(owner)
+    package.held = {"a": threading.Event(), "b": threading.Event()}
+    answers: dict[str, object] = {}
+
+    def read(key: str) -> None:
+        try:
+            answers[key] = backend.get(Memory(1, SIZE).batch([key]))
+        except StorageError as error:
+            answers[key] = str(error)
+
+    threads = {key: threading.Thread(target=read, args=(key,)) for key in "abc"}
+    for key in "ab":
+        threads[key].start()
+    wait_until(lambda: sorted(package.reads) == ["a", "b"], "both are asked for")
+    threads["c"].start()
+    wait_until(lambda: backend._calls == 3, "the third is waiting, or about to")
+    # The owner may still write what it was asked for: a hanging one does when it goes on.
+    package.held["a"].set()
+    threads["a"].join(30)
+    threads["c"].join(30)
+    assert "no connection" in str(answers["a"])
+    assert "was lost and is looked for" in str(answers["c"])
+    assert sorted(package.reads) == ["a", "b"]
+    package.held["b"].set()
+    threads["b"].join(30)
+    # With memory of its own again.
+    assert backend.get(Memory(1, SIZE).batch(["c"])) == [HIT]
+    assert package.clients == 2
+    owner.close()
+    backend.close()

@@ -589,16 +589,13 @@ class MooncakeBackend(Backend):
         (code,) = self._store.batch_get_into_multi_buffers([_NO_KEY], [[address]], [[1]])
         return int(code)
 
-    def _hold(self, codes: Sequence[int]) -> None:
-        """If the owner has not answered, return when it can do nothing more of what it was asked.
+    def _hold(self) -> None:
+        """The owner has not answered: return when it can do nothing more of what it was asked.
 
         One that hangs works off what it was sent when it goes on, also if nobody waits for that any more.
         Memory that it has unregistered it does not touch: it waits for what is under way then, and refuses
         what comes later (both was seen). So this may take as long as it hangs.
         """
-        if not any(code in _UNREACHED for code in codes):
-            return
-        self._suspect = True
         assert self._line is not None
         answered = 0.0
         with self._fence:
@@ -870,6 +867,9 @@ class MooncakeBackend(Backend):
         except queue.Empty:
             pass
         try:
+            if block is not None and self._settings.client and (self._suspect or self._fenced):
+                # Lost since this call has begun: what the owner was asked before may still come here.
+                raise self._lost()
             yield block
         finally:
             if block is not None:
@@ -896,8 +896,10 @@ class MooncakeBackend(Backend):
     ) -> None:
         """What answers to a native call say of the client, before its memory is given back."""
         if self._settings.client and min(codes) < 0:
-            if not bounced:
-                self._hold(codes)
+            if any(code in _UNREACHED for code in codes):
+                self._suspect = True  # before somebody else is given this memory
+                if not bounced:
+                    self._hold()
             self._check_known(codes, block, pieces)
         block.moved[bounced] += len(codes)
 
