@@ -43,7 +43,8 @@ class Package:
     def __init__(self) -> None:
         self.clients = 0
         self.reads: list[str] = []
-        self.held: dict[str, threading.Event] = {}  # by its first key: a read waits, and then reaches nobody
+        self.held: dict[str, threading.Event] = {}  # by its first key: a read waits
+        self.reach_nobody = {"a"}  # and these do not get through then
         self.MooncakeDistributedStore = self._client
 
     def _client(self) -> Package:
@@ -73,7 +74,8 @@ class Package:
         self.reads.append(keys[0])
         if keys[0] in self.held:
             assert self.held[keys[0]].wait(60)
-            return [-900] * len(keys)
+            if keys[0] in self.reach_nobody:
+                return [-900] * len(keys)
         for key, pieces in zip(keys, addresses, strict=True):
             whole = content(key, SIZE)
             for start, part in zip(pieces, (whole[:HEADER], whole[HEADER:]), strict=True):
@@ -133,34 +135,63 @@ def test_an_owner_that_took_another_s_place_is_known_by_its_own_connection(packa
     backend.close()
 
 
+class Reads:
+    """Reads of one object each, on threads of their own."""
+
+    def __init__(self, backend: MooncakeBackend) -> None:
+        self._backend = backend
+        self._threads: dict[str, threading.Thread] = {}
+        self._answers: dict[str, object] = {}
+
+    def begin(self, key: str) -> None:
+        self._threads[key] = threading.Thread(target=self._read, args=(key,))
+        self._threads[key].start()
+
+    def _read(self, key: str) -> None:
+        try:
+            self._answers[key] = self._backend.get(Memory(1, SIZE).batch([key]))
+        except StorageError as error:
+            self._answers[key] = str(error)
+
+    def end(self, key: str) -> object:
+        self._threads[key].join(30)
+        return self._answers[key]
+
+
 def test_memory_of_a_call_that_was_lost_is_not_used_by_one_that_waits_for_it(package: Package) -> None:
     owner = Owner()
     backend = opened(owner)
     package.held = {"a": threading.Event(), "b": threading.Event()}
-    answers: dict[str, object] = {}
-
-    def read(key: str) -> None:
-        try:
-            answers[key] = backend.get(Memory(1, SIZE).batch([key]))
-        except StorageError as error:
-            answers[key] = str(error)
-
-    threads = {key: threading.Thread(target=read, args=(key,)) for key in "abc"}
-    for key in "ab":
-        threads[key].start()
+    reads = Reads(backend)
+    reads.begin("a")
+    reads.begin("b")
     wait_until(lambda: sorted(package.reads) == ["a", "b"], "both are asked for")
-    threads["c"].start()
+    reads.begin("c")
     wait_until(lambda: backend._calls == 3, "the third is waiting, or about to")
     # The owner may still write what it was asked for: a hanging one does when it goes on.
     package.held["a"].set()
-    threads["a"].join(30)
-    threads["c"].join(30)
-    assert "no connection" in str(answers["a"])
-    assert "was lost and is looked for" in str(answers["c"])
+    assert "no connection" in str(reads.end("a"))
+    assert "was lost and is looked for" in str(reads.end("c"))
     assert sorted(package.reads) == ["a", "b"]
     package.held["b"].set()
-    threads["b"].join(30)
-    # With memory of its own again.
+    assert reads.end("b") == [HIT]
+    owner.close()
+    backend.close()
+
+
+def test_a_call_that_goes_well_does_not_find_what_another_has_lost(package: Package) -> None:
+    owner = Owner()
+    backend = opened(owner)
+    package.held = {"a": threading.Event(), "b": threading.Event()}
+    reads = Reads(backend)
+    reads.begin("a")
+    reads.begin("b")
+    wait_until(lambda: sorted(package.reads) == ["a", "b"], "both are asked for")
+    package.held["a"].set()
+    assert "no connection" in str(reads.end("a"))
+    package.held["b"].set()
+    assert reads.end("b") == [HIT]
+    # With another client, and memory that nothing of the first call comes to.
     assert backend.get(Memory(1, SIZE).batch(["c"])) == [HIT]
     assert package.clients == 2
     owner.close()

@@ -568,7 +568,9 @@ class MooncakeBackend(Backend):
             return
         # As a rule there is no code < 0.
         unreached = [code for code in codes if code in _UNREACHED] if min(codes) < 0 else []
-        self._suspect = bool(unreached)
+        # One over shared memory that another call has lost stays so until it is replaced: what it was asked
+        # by that call is still about.
+        self._suspect = bool(unreached) or (self._suspect and bool(self._settings.client))
         if len(unreached) == len(codes):
             said = "no reply in time" if unreached[0] == _NO_REPLY else "no connection"
             host, port = self._target
