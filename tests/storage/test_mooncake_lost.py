@@ -45,6 +45,7 @@ class Package:
         self.reads: list[str] = []
         self.held: dict[str, threading.Event] = {}  # by its first key: a read waits
         self.reach_nobody = {"a"}  # and these do not get through then
+        self.finds_owners = True
         self.MooncakeDistributedStore = self._client
 
     def _client(self) -> Package:
@@ -58,7 +59,7 @@ class Package:
         return 0
 
     def unregister_buffer(self, start: int) -> int:
-        return 0
+        return 0 if self.finds_owners else -1
 
     def close(self) -> None:
         pass
@@ -70,7 +71,8 @@ class Package:
         self, keys: list[str], addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]
     ) -> list[int]:
         if keys == ["unified-cache"]:
-            return [-600 if addresses == [[4096]] else -704]
+            known = -600 if addresses == [[4096]] else -704
+            return [known if self.finds_owners else -900]
         self.reads.append(keys[0])
         if keys[0] in self.held:
             assert self.held[keys[0]].wait(60)
@@ -194,5 +196,36 @@ def test_a_call_that_goes_well_does_not_find_what_another_has_lost(package: Pack
     # With another client, and memory that nothing of the first call comes to.
     assert backend.get(Memory(1, SIZE).batch(["c"])) == [HIT]
     assert package.clients == 2
+    owner.close()
+    backend.close()
+
+
+def test_an_owner_that_is_back_twice_gets_its_time_twice(package: Package) -> None:
+    owner = Owner()
+    backend = opened(owner)
+    memory = Memory(1, SIZE)
+    lent = backend.host_memory(SIZE)
+    assert lent is not None
+    memory.bodies = np.frombuffer(lent, np.uint8).reshape(1, SIZE)
+    backend.register(lent)
+    assert backend.get(memory.batch(["k0"])) == [HIT]
+    owner.close()
+    package.finds_owners = False
+    owner = Owner(owner.port)
+    with pytest.raises(StorageError, match="is found again"):
+        backend.get(memory.batch(["k0"]))
+    backend._found -= 100  # and so much later
+    owner.close()
+    with pytest.raises(StorageError, match="can not be reached"):
+        backend.get(memory.batch(["k0"]))
+    owner = Owner(owner.port)
+    # A new client now could not have the memory, and bodies would be copied from now on.
+    with pytest.raises(StorageError, match="is found again"):
+        backend.get(memory.batch(["k0"]))
+    package.finds_owners = True
+    memory.bodies[:] = 0
+    assert backend.get(memory.batch(["k0"])) == [HIT]
+    assert memory.holds(0, "k0", SIZE)
+    assert (package.clients, backend._moved) == (2, [[2, 0], [0, 0]])
     owner.close()
     backend.close()

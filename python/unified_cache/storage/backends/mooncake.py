@@ -546,7 +546,11 @@ class MooncakeBackend(Backend):
         try:
             started = time.monotonic()
             if suspect:
-                self._reach().close()
+                try:
+                    self._reach().close()
+                except StorageError:
+                    self._found = 0.0  # whoever is there next gets the whole time to be found
+                    raise
             if lost:
                 self._reopen()
             yield started
