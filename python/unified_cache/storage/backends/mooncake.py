@@ -536,8 +536,9 @@ class MooncakeBackend(Backend):
                 raise self._lost()
             # A later process in the owner's place is found by the client itself, and calls go on well. But
             # the end of that one, which `_hold` looks for, is not told by this connection.
-            other = self._line is not None and self._line.ended
-            suspect = self._suspect = self._suspect or self._fenced or other
+            if self._fenced or (self._line is not None and self._line.ended):
+                self._suspect = True
+            suspect = self._suspect
             lost = suspect and bool(self._settings.client)
             if lost and self._calls:
                 raise self._lost()
@@ -572,9 +573,12 @@ class MooncakeBackend(Backend):
             return
         # As a rule there is no code < 0.
         unreached = [code for code in codes if code in _UNREACHED] if min(codes) < 0 else []
-        # One over shared memory that another call has lost stays so until it is replaced: what it was asked
-        # by that call is still about.
-        self._suspect = bool(unreached) or (self._suspect and bool(self._settings.client))
+        if unreached:
+            self._suspect = True
+        elif not self._settings.client:
+            # One over shared memory that another call has lost stays so until it is replaced: what it was
+            # asked by that call is still about.
+            self._suspect = False
         if len(unreached) == len(codes):
             said = "no reply in time" if unreached[0] == _NO_REPLY else "no connection"
             host, port = self._target
