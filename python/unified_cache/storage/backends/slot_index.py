@@ -260,6 +260,7 @@ class SlotIndex:
         self._head = memoryview(self._head_array.data)
         self._buckets = memoryview(self._bucket_array.data)
         self._mask = buckets - 1
+        self._looked_at = self._bucket_array.data, self._words.data, self._records.data
         expected = (_INDEX_MAGIC, slots, buckets, *_boot())
         if tuple(self._head[: len(expected)]) != expected:
             self._build(from_table=True)
@@ -278,6 +279,7 @@ class SlotIndex:
     def close(self) -> None:
         """Let go of the files."""
         os.close(self._table)
+        del self._looked_at
         del self._head, self._buckets, self._head_array, self._bucket_array
         del self._words, self._hashes, self._sizes, self._references, self._records
 
@@ -304,8 +306,7 @@ class SlotIndex:
         return self._find(packed, hashes_of(packed))
 
     def _find(self, packed: U64, hashes: U64) -> Found:
-        index = (self._bucket_array.data, self._words.data, self._records.data)
-        return Found(*find_slots(packed.data, hashes.data, *index))
+        return Found(*find_slots(packed.data, hashes.data, *self._looked_at))
 
     def locate(self, batch: ObjectBatch) -> Located:
         """Where the objects of a get are, whose headers are filled in: in one call, as a disk waits for it.
@@ -313,9 +314,8 @@ class SlotIndex:
         Raises:
             ArgumentError: a key that no object can have.
         """
-        index = (self._bucket_array.data, self._words.data, self._records.data)
         room = batch.body_sizes.tolist()
-        return Located(*locate_objects(batch.keys, batch.headers.data, room, NATIVE_SUMS, *index))
+        return Located(*locate_objects(batch.keys, batch.headers.data, room, NATIVE_SUMS, *self._looked_at))
 
     def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
         """Which of many keys, digests in hex with one ending, seem to be here: the hash of a key is believed.
