@@ -35,5 +35,5 @@ pub use header::{COVERED, HEADER_BYTES, Header, MOST_KEY_BYTES};
 pub use planes::Planes;
 pub use queue::{Body, Queue, Way};
 pub use seen::copy;
-pub use slots::{KEY_WORDS, Shared, Slots, Stored, Sums, read_table};
+pub use slots::{KEY_WORDS, Located, Misfit, Shared, Slots, Stored, Sums, read_table};
 pub use sums::{checksum, copy_summed};

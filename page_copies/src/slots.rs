@@ -13,6 +13,9 @@ const CHECK_AT: usize = 0;
 const SLOT_AT: usize = 1;
 const BODY_AT: usize = 2;
 const HEADER_AT: usize = 3;
+/// The header itself, up to the end of the record.
+const HEAD_AT: usize = KEY_AT + KEY_WORDS;
+const HEAD_BYTES: usize = (RECORD_WORDS - HEAD_AT) * size_of::<u64>();
 /// Records that are worth a thread.
 const RECORDS_A_THREAD: usize = 50_000;
 const MOST_THREADS: usize = 8;
@@ -48,6 +51,21 @@ impl Shared {
     }
 }
 
+/// Where an object lies that can be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Located {
+    /// The slot.
+    pub slot: usize,
+    /// The slot's word.
+    pub word: u64,
+    /// Of the body.
+    pub bytes: u64,
+}
+
+/// There is an object, but it has another header than one of so many bytes, or a longer body than there is room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Misfit;
+
 /// Index and table of a store.
 #[derive(Clone, Copy)]
 pub struct Slots {
@@ -82,6 +100,32 @@ impl Slots {
             }
         }
         None
+    }
+
+    /// The same, and what the slot's record says of the object, whose header is copied.
+    ///
+    /// The header is anything if there is no such object.
+    pub fn locate(
+        &self,
+        key: &[u64; KEY_WORDS],
+        hash: u64,
+        header: &mut [u8],
+        room: u64,
+    ) -> Option<Result<Located, Misfit>> {
+        let (slot, word) = self.find(key, hash)?;
+        let first = slot * RECORD_WORDS;
+        let (bytes, header_bytes) =
+            (self.records.get(first + BODY_AT)?, self.records.get(first + HEADER_AT)? & 0xFFFF_FFFF);
+        for (bytes, at) in header.chunks_mut(size_of::<u64>()).zip(first + HEAD_AT..first + RECORD_WORDS) {
+            bytes.copy_from_slice(&self.records.get(at)?.to_ne_bytes()[..bytes.len()]);
+        }
+        fence(Ordering::Acquire);
+        // Not torn by somebody who writes now: what it says may be believed.
+        if self.words.get(slot) != Some(word) {
+            return None;
+        }
+        let fits = header.len() <= HEAD_BYTES && header_bytes == header.len() as u64 && bytes <= room;
+        Some(if fits { Ok(Located { slot, word, bytes }) } else { Err(Misfit) })
     }
 
     fn holds(&self, slot: usize, key: &[u64; KEY_WORDS]) -> Option<(usize, u64)> {
@@ -120,7 +164,9 @@ impl Sums {
         self.sum(&record[1..]).wrapping_add(self.start).max(1)
     }
 
-    fn hash(&self, key: &[u64]) -> u64 {
+    /// Of the words of a key.
+    #[must_use]
+    pub fn hash(&self, key: &[u64; KEY_WORDS]) -> u64 {
         let hash = self.sum(key);
         let hash = (hash ^ (hash >> 32)).wrapping_mul(self.mix);
         hash ^ (hash >> 32)
@@ -172,7 +218,8 @@ fn read_record(records: Shared, slot: usize, sums: &Sums, slot_bytes: u64) -> Op
     let (body, header) = (record[BODY_AT], record[HEADER_AT] & 0xFFFF_FFFF);
     let whole =
         record[CHECK_AT] == sums.check(&record) && record[SLOT_AT] == slot as u64 && body <= slot_bytes;
-    whole.then(|| Stored { slot, hash: sums.hash(&record[KEY_AT..][..KEY_WORDS]), bytes: body + header })
+    let (key, _) = record[KEY_AT..].as_chunks();
+    whole.then(|| Stored { slot, hash: sums.hash(&key[0]), bytes: body + header })
 }
 
 #[cfg(test)]
@@ -214,7 +261,7 @@ mod tests {
                 }
                 _ => expected.push(Stored {
                     slot,
-                    hash: sums.hash(&record[KEY_AT..][..KEY_WORDS]),
+                    hash: sums.hash(record[KEY_AT..][..KEY_WORDS].first_chunk().unwrap()),
                     bytes: 192 + slot as u64 % 5,
                 }),
             }
@@ -286,6 +333,36 @@ mod tests {
         assert_eq!(made.slots().find(&key(8), hash), None);
         assert_eq!(made.slots().find(&key(1), hash + (1 << 32)), None);
         assert_eq!(made.slots().find(&key(1), 8), None);
+    }
+
+    #[test]
+    fn what_a_record_says_is_believed_if_it_fits() {
+        let mut made = Made::new(4);
+        for number in 0..3 {
+            made.put(number as usize, &key(number), number << 32);
+            let record = &mut made.records[number as usize * RECORD_WORDS..][..RECORD_WORDS];
+            record[BODY_AT] = 100 + number;
+            record[HEADER_AT] = (77 << 32) + 13;
+            record[HEAD_AT..].fill(u64::from_ne_bytes(*b"01234567"));
+        }
+        let locate = |made: &Made, number: u64, header: &mut [u8], room: u64| {
+            made.slots().locate(&key(number), number << 32, header, room)
+        };
+        let mut header = [0; 13];
+        let word = (7 << 14) | PUBLISHED;
+        let found = locate(&made, 2, &mut header, 102);
+        assert_eq!(found, Some(Ok(Located { slot: 2, word, bytes: 102 })));
+        assert_eq!(&header, b"0123456701234");
+        assert_eq!(locate(&made, 3, &mut header, 102), None);
+        assert_eq!(locate(&made, 2, &mut header, 101), Some(Err(Misfit)));
+        assert_eq!(locate(&made, 2, &mut header[1..], 102), Some(Err(Misfit)));
+        // Longer than any, and said to be so.
+        made.records[RECORD_WORDS + HEADER_AT] = HEAD_BYTES as u64 + 1;
+        assert_eq!(locate(&made, 1, &mut [0; HEAD_BYTES + 1], 102), Some(Err(Misfit)));
+        made.records[RECORD_WORDS + HEADER_AT] = HEAD_BYTES as u64;
+        let mut whole = [0; HEAD_BYTES];
+        assert_eq!(locate(&made, 1, &mut whole, 101), Some(Ok(Located { slot: 1, word, bytes: 101 })));
+        assert_eq!(&whole[HEAD_BYTES - 8..], b"01234567");
     }
 
     #[test]

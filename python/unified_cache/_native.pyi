@@ -48,6 +48,7 @@ __all__ = [
     "copy_objects",
     "copy_pages",
     "find_slots",
+    "locate_objects",
     "object_checksums",
     "page_hashes",
     "prefix_record",
@@ -1042,6 +1043,33 @@ def find_slots(
 
     Raises:
         ArgumentError: not buffers of this kind, or of this length.
+    """
+
+def locate_objects(
+    keys: Sequence[str],
+    headers: Buffer,
+    room: Sequence[int],
+    sums: tuple[Sequence[int], int, int],
+    buckets: Buffer,
+    words: Buffer,
+    records: Buffer,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """`find_slots`, and what the slots' records say, without a lock.
+
+    Args:
+        keys: 1 to 150 ASCII characters each.
+        headers: writable C-contiguous bytes, as many for each object, 320 at most; filled in.
+        room: the longest body that each object may have.
+        sums: 63 weights, what checksums begin with, and what hashes are multiplied by.
+        buckets, words, records: see `find_slots`.
+
+    Returns:
+        The slots, int64 (keys,), -1: not there, -2: there, with another header or a longer body; their words,
+        uint64 (keys,); the bytes of their bodies, int64 (keys,). The last two, and headers, count where there
+        is a slot.
+
+    Raises:
+        ArgumentError: not buffers of this kind, or of this length, or keys that can not be.
     """
 
 def read_slot_table(

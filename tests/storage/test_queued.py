@@ -11,11 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from unified_cache._native import IoQueue, find_slots, object_checksums, read_slot_table
+from unified_cache._native import (
+    IoQueue,
+    find_slots,
+    locate_objects,
+    object_checksums,
+    read_slot_table,
+)
 from unified_cache.errors import ArgumentError
 from unified_cache.storage.backends import mediums
 from unified_cache.storage.backends.file import FileBackend
 from unified_cache.storage.backends.slot_records import (
+    NATIVE_SUMS,
     RECORD,
     checksums,
     hashes_of,
@@ -316,6 +323,42 @@ def test_a_table_is_read_as_numpy_reads_it() -> None:
     assert slots.tolist() == np.flatnonzero(whole).tolist()
     assert hashes.tolist() == hashes_of(key_words(records[whole])).tolist()
     assert sizes.tolist() == (records["body"] + records["header"])[whole].tolist()
+
+
+def test_objects_are_located_as_their_records_say() -> None:
+    rng = np.random.default_rng(9)
+    keys = [f"{at:064x}-{'x' * (at % 80)}" for at in range(40)]
+    packed = pack_keys(keys)
+    hashes, buckets = hashes_of(packed), np.zeros(128, np.uint64)
+    records, words = np.zeros(32, RECORD), np.full(32, 5 << 14 | 2, np.uint64)
+    for slot in range(32):
+        bucket = int(hashes[slot]) & 127
+        while buckets[bucket]:
+            bucket = (bucket + 1) & 127
+        buckets[bucket] = (int(hashes[slot]) >> 32 << 32) | (slot + 1)
+    records["key"] = packed[:32]
+    records["body"], records["header"] = rng.integers(0, 100, 32), rng.choice([184, 192], 32)
+    records["head"] = rng.integers(0, 256, records["head"].shape)
+    room = rng.integers(0, 100, 40).tolist()
+    headers = np.full((40, 192), 0xEE, np.uint8)
+    index = buckets, words, records.data
+    slots, seen, sizes = locate_objects(keys, headers, room, NATIVE_SUMS, *index)
+    fits = (records["header"] == 192) & (records["body"] <= room[:32])
+    assert 5 < fits.sum() < 27
+    assert slots.tolist() == [at if fits[at] else -2 for at in range(32)] + [-1] * 8
+    assert seen[:32][fits].tolist() == [5 << 14 | 2] * int(fits.sum())
+    assert sizes[:32][fits].tolist() == records["body"][fits].tolist()
+    assert np.array_equal(headers[:32][fits], records["head"][fits][:, :192])
+    for arguments, text in (
+        ((keys, headers, room[1:], NATIVE_SUMS), "room must have 40 entries, not 39"),
+        ((keys, headers[:, :10], room, NATIVE_SUMS), "headers is not C-contiguous"),
+        ((keys, bytes(40), room, NATIVE_SUMS), "headers can not be written"),
+        (([*keys[1:], ""], headers, room, NATIVE_SUMS), "keys must have 1 to 150 characters"),
+        ((keys, headers, room, ([1], 1, 1)), "weights must have 63 entries, not 1"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            locate_objects(*arguments, *index)  # type: ignore[arg-type]
+        assert text in str(error.value)
 
 
 def test_what_is_no_index() -> None:

@@ -696,6 +696,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(objects::check_object_headers, module)?)?;
     module.add_function(wrap_pyfunction!(objects::read_object, module)?)?;
     module.add_function(wrap_pyfunction!(objects::find_slots, module)?)?;
+    module.add_function(wrap_pyfunction!(objects::locate_objects, module)?)?;
     module.add_function(wrap_pyfunction!(objects::read_slot_table, module)?)?;
     module.add_function(wrap_pyfunction!(page_hashes, module)?)
 }

@@ -4,8 +4,8 @@ use std::os::fd::RawFd;
 
 use numpy::PyArray1;
 use page_copies::{
-    COVERED, HEADER_BYTES, Header, KEY_WORDS, MOST_KEY_BYTES, Place, Shared, Slots, Stored, Sums,
-    read_object as read, read_table,
+    COVERED, HEADER_BYTES, Header, KEY_WORDS, Located, MOST_KEY_BYTES, Misfit, Place, Shared, Slots, Stored,
+    Sums, read_object as read, read_table,
 };
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
@@ -126,15 +126,7 @@ pub(super) fn find_slots<'py>(
     check_count(py, "keys", keys.len_bytes(), KEY_WORDS * size_of::<u64>(), hashes.len())?;
     let (buckets, words) = (bytes_of(buckets, "buckets")?, bytes_of(words, "words")?);
     let records = bytes_of(records, "records")?;
-    let slots = Slots {
-        buckets: shared(py, &buckets, "buckets")?,
-        words: shared(py, &words, "words")?,
-        records: shared(py, &records, "records")?,
-    };
-    if !(buckets.len_bytes() / size_of::<u64>()).is_power_of_two() {
-        let text = format!("buckets has {} bytes, not 8 times a power of two", buckets.len_bytes());
-        return Err(argument_error(py, text));
-    }
+    let slots = slots_of(py, &buckets, &words, &records)?;
     let (key_words, _) = slice_of(&keys).as_chunks::<{ size_of::<u64>() }>();
     let (found, seen): (Vec<i64>, Vec<u64>) = key_words
         .chunks_exact(KEY_WORDS)
@@ -146,6 +138,93 @@ pub(super) fn find_slots<'py>(
         })
         .unzip();
     Ok((PyArray1::from_vec(py, found), PyArray1::from_vec(py, seen)))
+}
+
+/// Slots, their words, and the bytes of bodies.
+type Places<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<i64>>);
+
+/// What a get has to know before bodies are read: where objects lie, and their headers. The interpreter's lock is held, for a
+/// microsecond or two an object.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // a store, and a batch
+pub(super) fn locate_objects<'py>(
+    py: Python<'py>,
+    keys: &Bound<'py, PyAny>,
+    headers: &Bound<'py, PyAny>,
+    room: Vec<u64>,
+    sums: (Vec<u64>, u64, u64),
+    buckets: &Bound<'py, PyAny>,
+    words: &Bound<'py, PyAny>,
+    records: &Bound<'py, PyAny>,
+) -> PyResult<Places<'py>> {
+    let keys = items(keys, "keys")?;
+    check_count(py, "room", room.len(), 1, keys.len())?;
+    let headers = writable_bytes_of(headers, "headers")?;
+    let bytes = headers.len_bytes() / keys.len().max(1);
+    check_count(py, "headers", headers.len_bytes(), bytes, keys.len())?;
+    let (buckets, words) = (bytes_of(buckets, "buckets")?, bytes_of(words, "words")?);
+    let records = bytes_of(records, "records")?;
+    let slots = slots_of(py, &buckets, &words, &records)?;
+    let (weights, start, mix) = sums;
+    let sums = Sums { weights: weights_of(py, weights)?, start, mix };
+    let keys: Vec<&[u8]> = keys.iter().map(key_of).collect::<PyResult<_>>()?;
+    let mut header = vec![0; bytes];
+    let (mut found, mut seen, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
+    for (at, (key, room)) in keys.into_iter().zip(room).enumerate() {
+        let key = words_of(key);
+        let (slot, word, size) = match slots.locate(&key, sums.hash(&key), &mut header, room) {
+            None => (-1, 0, 0),
+            Some(Err(Misfit)) => (-2, 0, 0),
+            Some(Ok(Located { slot, word, bytes: size })) => {
+                // SAFETY: the buffer is contiguous, may be written, and has as many headers as there are keys; the header that is
+                // copied is memory of our own. It stays in place while it is exported; with the interpreter's lock held, and by
+                // this call's contract, nobody else uses it.
+                unsafe {
+                    let target = headers.buf_ptr().cast::<u8>().add(at * bytes);
+                    header.as_ptr().copy_to_nonoverlapping(target, bytes);
+                }
+                (slot.cast_signed() as i64, word, size.cast_signed())
+            }
+        };
+        found.push(slot);
+        seen.push(word);
+        sizes.push(size);
+    }
+    Ok((PyArray1::from_vec(py, found), PyArray1::from_vec(py, seen), PyArray1::from_vec(py, sizes)))
+}
+
+/// A key as a record has it, with zeros behind.
+fn words_of(key: &[u8]) -> [u64; KEY_WORDS] {
+    let mut words = [0; KEY_WORDS];
+    for (word, bytes) in words.iter_mut().zip(key.chunks(size_of::<u64>())) {
+        let mut whole = [0; size_of::<u64>()];
+        whole[..bytes.len()].copy_from_slice(bytes);
+        *word = u64::from_ne_bytes(whole);
+    }
+    words
+}
+
+fn weights_of<const N: usize>(py: Python<'_>, weights: Vec<u64>) -> PyResult<[u64; N]> {
+    let given = weights.len();
+    weights.try_into().map_err(|_| argument_error(py, format!("weights must have {N} entries, not {given}")))
+}
+
+/// The buffers have to stay exported while this is used.
+fn slots_of(
+    py: Python<'_>,
+    buckets: &PyUntypedBuffer,
+    words: &PyUntypedBuffer,
+    records: &PyUntypedBuffer,
+) -> PyResult<Slots> {
+    if !(buckets.len_bytes() / size_of::<u64>()).is_power_of_two() {
+        let text = format!("buckets has {} bytes, not 8 times a power of two", buckets.len_bytes());
+        return Err(argument_error(py, text));
+    }
+    Ok(Slots {
+        buckets: shared(py, buckets, "buckets")?,
+        words: shared(py, words, "words")?,
+        records: shared(py, records, "records")?,
+    })
 }
 
 /// Slots, and of the objects in them the hashes of their keys and their bytes.
@@ -163,11 +242,8 @@ pub(super) fn read_slot_table<'py>(
 ) -> PyResult<Table<'py>> {
     let buffer = bytes_of(records, "records")?;
     let records = shared(py, &buffer, "records")?;
-    let given = weights.len();
-    let weights = weights
-        .try_into()
-        .map_err(|_| argument_error(py, format!("weights must have 63 entries, not {given}")))?;
-    let found = py.detach(|| read_table(records, &Sums { weights, start, mix }, slot_bytes));
+    let sums = Sums { weights: weights_of(py, weights)?, start, mix };
+    let found = py.detach(|| read_table(records, &sums, slot_bytes));
     let column = |value: fn(&Stored) -> u64| PyArray1::from_iter(py, found.iter().map(value));
     Ok((column(|stored| stored.slot as u64), column(|stored| stored.hash), column(|stored| stored.bytes)))
 }

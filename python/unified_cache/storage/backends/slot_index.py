@@ -34,10 +34,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from unified_cache._native import find_slots
+from unified_cache._native import find_slots, locate_objects
 from unified_cache.errors import StorageError
 from unified_cache.storage.backends.process_locks import ProcessLocks
 from unified_cache.storage.backends.slot_records import (
+    NATIVE_SUMS,
     RECORD,
     RECORD_BYTES,
     U64,
@@ -49,8 +50,18 @@ from unified_cache.storage.backends.slot_records import (
     pack_keys,
     read_table,
 )
+from unified_cache.storage.contract import ObjectBatch
 
-__all__ = ["SWEEP", "Found", "SlotGeometry", "SlotIndex", "read_geometry", "runs_of", "write_geometry"]
+__all__ = [
+    "SWEEP",
+    "Found",
+    "Located",
+    "SlotGeometry",
+    "SlotIndex",
+    "read_geometry",
+    "runs_of",
+    "write_geometry",
+]
 
 BLOCK = 4096
 
@@ -170,6 +181,21 @@ class Found:
     words: U64
 
 
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the objects of a batch are.
+
+    Attributes:
+        slots: int64 (keys,), -1: nothing; -2: an object that does not fit into the batch's memory.
+        words: uint64 (keys,), the slots' words when their keys were compared.
+        sizes: int64 (keys,), bytes of the bodies.
+    """
+
+    slots: npt.NDArray[np.int64]
+    words: U64
+    sizes: npt.NDArray[np.int64]
+
+
 def runs_of(slots: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
     """Begin and end, in `slots`, of runs of neighbours."""
     start = 0
@@ -234,6 +260,7 @@ class SlotIndex:
         self._head = memoryview(self._head_array.data)
         self._buckets = memoryview(self._bucket_array.data)
         self._mask = buckets - 1
+        self._looked_at = self._bucket_array.data, self._words.data, self._records.data
         expected = (_INDEX_MAGIC, slots, buckets, *_boot())
         if tuple(self._head[: len(expected)]) != expected:
             self._build(from_table=True)
@@ -252,6 +279,7 @@ class SlotIndex:
     def close(self) -> None:
         """Let go of the files."""
         os.close(self._table)
+        del self._looked_at
         del self._head, self._buckets, self._head_array, self._bucket_array
         del self._words, self._hashes, self._sizes, self._references, self._records
 
@@ -278,8 +306,16 @@ class SlotIndex:
         return self._find(packed, hashes_of(packed))
 
     def _find(self, packed: U64, hashes: U64) -> Found:
-        index = (self._bucket_array.data, self._words.data, self._records.data)
-        return Found(*find_slots(packed.data, hashes.data, *index))
+        return Found(*find_slots(packed.data, hashes.data, *self._looked_at))
+
+    def locate(self, batch: ObjectBatch) -> Located:
+        """Where the objects of a get are, whose headers are filled in: in one call, as a disk waits for it.
+
+        Raises:
+            ArgumentError: a key that no object can have.
+        """
+        room = batch.body_sizes.tolist()
+        return Located(*locate_objects(batch.keys, batch.headers.data, room, NATIVE_SUMS, *self._looked_at))
 
     def holds(self, digests: npt.NDArray[np.uint8], ending: str) -> npt.NDArray[np.bool_]:
         """Which of many keys, digests in hex with one ending, seem to be here: the hash of a key is believed.
@@ -310,12 +346,8 @@ class SlotIndex:
             at[left] = (at[left] + np.uint64(1)) & np.uint64(self._mask)
         return there
 
-    def records(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-        """Copies of these; they count if `unchanged` says so afterwards."""
-        return self._records[slots]
-
     def unchanged(self, slots: npt.NDArray[np.int64], words: U64) -> npt.NDArray[np.bool_]:
-        """Which of the slots hold what they held when `find` looked."""
+        """Which of the slots hold what they held when `find` or `locate` looked."""
         same: npt.NDArray[np.bool_] = self._words[slots] == words
         return same
 

@@ -17,6 +17,7 @@ from unified_cache.errors import ArgumentError
 __all__ = [
     "HEADER_BYTES",
     "KEY_BYTES",
+    "NATIVE_SUMS",
     "RECORD",
     "RECORD_BYTES",
     "checksums",
@@ -64,6 +65,8 @@ _HASH_WEIGHTS = _CHECK_WEIGHTS[: KEY_BYTES // 8]
 _CHECK_START = np.uint64(0x7563736C6F7473)
 _SHIFT = np.uint64(32)
 _MIX = np.uint64(0x94D049BB133111EB)
+# How checksums and hashes are made, as the native module takes it.
+NATIVE_SUMS = _CHECK_WEIGHTS.tolist(), int(_CHECK_START), int(_MIX)
 
 
 def read_table(
@@ -73,7 +76,7 @@ def read_table(
 
     What `checksums` and `hashes_of` come to, at the speed of memory: there may be millions.
     """
-    return read_slot_table(records.data, _CHECK_WEIGHTS.tolist(), int(_CHECK_START), int(_MIX), slot_bytes)
+    return read_slot_table(records.data, *NATIVE_SUMS, slot_bytes)
 
 
 def _sums(words: U64, weights: U64) -> U64:

@@ -42,6 +42,7 @@ __all__ = ["SlotStore"]
 _JOINED_BYTES = 4 << 20
 _MOST_JOINED = 256  # the system takes 1024
 _LAST_PART = 0.1  # of the deadline
+_MISFIT = -2  # of `Located`
 _NO_STORE = "there is no store yet: add size=, bytes such as 100GB"
 
 Slots = npt.NDArray[np.int64]
@@ -304,21 +305,15 @@ class SlotStore(Backend):
             if store is None or not len(batch):
                 return statuses
             index = store.index
-            found = index.find(batch.keys)
-            at = np.flatnonzero(found.slots >= 0)
-            at = at[np.argsort(found.slots[at], kind="stable")]
-            slots, words = found.slots[at], found.words[at]
-            records = index.records(slots)
-            header_bytes = batch.headers.shape[1]
-            # Not torn by somebody who writes now: its sizes may be believed.
-            sound = index.unchanged(slots, words)
-            fits = (records["header"] == header_bytes) & (records["body"] <= batch.body_sizes[at])
-            if not (sound & fits).all():
-                for i in at[sound & ~fits].tolist():
+            found = index.locate(batch)
+            at = np.argsort(found.slots, kind="stable")
+            slots = found.slots[at]
+            if slots[0] < 0:
+                for i in at[slots == _MISFIT].tolist():
                     statuses[i] = PageStatus.CORRUPT
-                at, slots, words, records = (part[sound & fits] for part in (at, slots, words, records))
-            sizes = records["body"].astype(np.int64)
-            batch.headers[at] = records["head"][:, :header_bytes]
+                at = at[slots >= 0]
+                slots = found.slots[at]
+            words, sizes = found.words[at], found.sizes[at]
             results = self._transfer(store, batch, at, slots, sizes, write=False)
             if len(batch.stored_sizes):
                 batch.stored_sizes[at] = sizes
