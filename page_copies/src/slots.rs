@@ -197,10 +197,15 @@ pub fn read_table(records: Shared, sums: &Sums, slot_bytes: u64) -> Vec<Stored> 
             .collect()
     };
     thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|at| scope.spawn(move || read(at * share))).collect();
+        let begin = |at: usize| thread::Builder::new().spawn_scoped(scope, move || read(at * share));
+        let others: Vec<_> = (1..threads).map(|at| (at, begin(at))).collect();
         let mut found = read(0);
-        for other in others {
-            found.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        for (at, other) in others {
+            // Where no more threads can be had it is done here.
+            found.extend(match other {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(_) => read(at * share),
+            });
         }
         found
     })

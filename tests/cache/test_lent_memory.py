@@ -14,7 +14,7 @@ from tests.cache.registrar import MIB, FakeRegistrar
 from tests.cache.support import PAGE, assert_nothing_held, make_cache, make_pool, serve, toks
 from tests.cache.test_host_memory import smaps
 from unified_cache import ArgumentError, StorageError
-from unified_cache.pools import numa
+from unified_cache.pools import host_memory, numa
 from unified_cache.pools.device import MlaDevicePool
 from unified_cache.pools.host import HostPool
 from unified_cache.pools.host_memory import HostMemory, MappedMemory
@@ -143,6 +143,12 @@ def test_nobody_is_asked_for_more_than_there_is(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(ArgumentError, match="are available"):
         MappedMemory(8192, HostMemory(), lend=lend)
+
+
+def test_memory_that_children_can_not_be_kept_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_MADV_DONTFORK", 12345)
+    with pytest.warns(RuntimeWarning, match="can not be kept from forked processes .*Invalid argument"):
+        MappedMemory(4096, HostMemory(), lend=region)
 
 
 def test_huge_pages_can_not_be_asked_for_it() -> None:

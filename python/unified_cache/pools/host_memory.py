@@ -159,7 +159,12 @@ class MappedMemory:
                 f"{mmap.PAGESIZE}"
             )
         # Others see what is written there, so a child process must not write to it.
-        _advise(self.address, self.size, _MADV_DONTFORK)
+        try:
+            _advise(self.address, self.size, _MADV_DONTFORK)
+        except OSError as error:
+            _warn(
+                f"memory that was lent can not be kept from forked processes ({error}): none may write to it"
+            )
 
     @property
     def buffer(self) -> memoryview:
