@@ -1062,7 +1062,7 @@ def nothing_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("something was made before the settings were checked")
 
     monkeypatch.setattr(host_module, "HostPool", refuse)
-    monkeypatch.setattr(host_memory, "_Mapping", refuse)
+    monkeypatch.setattr(host_memory, "_map", refuse)
     monkeypatch.setattr(choose, "make_copy_engine", refuse)
     monkeypatch.setattr(worker.Worker, "__init__", refuse)
     yield
