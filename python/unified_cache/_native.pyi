@@ -1028,7 +1028,7 @@ def read_object(file: int, header: Buffer, body: Buffer, covered: int | None = N
 
 def find_slots(
     keys: Buffer, hashes: Buffer, buckets: Buffer, words: Buffer, records: Buffer
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+) -> npt.NDArray[np.int64]:
     """Look up keys in an index of slots that processes share (`unified_cache.storage.backends.slot_index`).
 
     Args:
@@ -1039,7 +1039,7 @@ def find_slots(
         records: 512 bytes for each slot; likewise.
 
     Returns:
-        The slots, int64 (keys,), and their words when the keys were compared; -1 and 0 of what is not there.
+        The slots, int64 (keys,), -1: not there.
 
     Raises:
         ArgumentError: not buffers of this kind, or of this length.

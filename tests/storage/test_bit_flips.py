@@ -53,7 +53,7 @@ class SlotFlips(Flips):
     def __init__(self, store: SlotStore, keys: list[str], body_bytes: int) -> None:
         super().__init__(store, keys, body_bytes)
         assert store._open is not None
-        self._slots = store._open.index.find(keys).slots
+        self._slots = store._open.index.find(keys)
         assert (self._slots >= 0).all()
         self._slot_bytes = store._open.index.geometry.slot_bytes
         self._data = np.memmap(f"{store._prefix}.data", np.uint8, "r+")

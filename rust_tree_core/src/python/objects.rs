@@ -107,11 +107,7 @@ pub(super) fn read_object(
     done.map_err(|error| os_error(&error))
 }
 
-/// Slots, and their words.
-type Found<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<u64>>);
-
-/// The slots that keys are in, -1 for none, and the slots' words; the interpreter's lock is held, for a microsecond or two a
-/// key.
+/// The slots that keys are in, -1 for none; the interpreter's lock is held, for a microsecond or two a key.
 #[pyfunction]
 pub(super) fn find_slots<'py>(
     py: Python<'py>,
@@ -120,7 +116,7 @@ pub(super) fn find_slots<'py>(
     buckets: &Bound<'py, PyAny>,
     words: &Bound<'py, PyAny>,
     records: &Bound<'py, PyAny>,
-) -> PyResult<Found<'py>> {
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let (keys, hashes) = (bytes_of(keys, "keys")?, bytes_of(hashes, "hashes")?);
     let (hashes, _) = slice_of(&hashes).as_chunks();
     check_count(py, "keys", keys.len_bytes(), KEY_WORDS * size_of::<u64>(), hashes.len())?;
@@ -128,16 +124,15 @@ pub(super) fn find_slots<'py>(
     let records = bytes_of(records, "records")?;
     let slots = slots_of(py, &buckets, &words, &records)?;
     let (key_words, _) = slice_of(&keys).as_chunks::<{ size_of::<u64>() }>();
-    let (found, seen): (Vec<i64>, Vec<u64>) = key_words
+    let found = key_words
         .chunks_exact(KEY_WORDS)
         .zip(hashes)
         .map(|(key, &hash)| {
             let key = std::array::from_fn(|at| u64::from_ne_bytes(key[at]));
-            let found = slots.find(&key, u64::from_ne_bytes(hash));
-            found.map_or((-1, 0), |(slot, word)| (slot.cast_signed() as i64, word))
+            slots.find(&key, u64::from_ne_bytes(hash)).map_or(-1, |(slot, _)| slot.cast_signed() as i64)
         })
-        .unzip();
-    Ok((PyArray1::from_vec(py, found), PyArray1::from_vec(py, seen)))
+        .collect();
+    Ok(PyArray1::from_vec(py, found))
 }
 
 /// Slots, their words, and the bytes of bodies.

@@ -54,7 +54,6 @@ from unified_cache.storage.contract import ObjectBatch
 
 __all__ = [
     "SWEEP",
-    "Found",
     "Located",
     "SlotGeometry",
     "SlotIndex",
@@ -166,19 +165,6 @@ def write_geometry(table: int, geometry: SlotGeometry) -> None:
 def _boot() -> tuple[int, int]:
     text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     return int(text[:16], 16), int(text[16:], 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a look-up has found.
-
-    Attributes:
-        slots: int64 (keys,), -1: nothing.
-        words: uint64 (keys,), the slots' words when their keys were compared.
-    """
-
-    slots: npt.NDArray[np.int64]
-    words: U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +286,13 @@ class SlotIndex:
 
     # Reading, without the lock.
 
-    def find(self, keys: Sequence[str]) -> Found:
-        """Where these are."""
+    def find(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
+        """The slots that these are in, int64 (keys,), -1: nowhere."""
         packed = pack_keys(keys)
         return self._find(packed, hashes_of(packed))
 
-    def _find(self, packed: U64, hashes: U64) -> Found:
-        return Found(*find_slots(packed.data, hashes.data, *self._looked_at))
+    def _find(self, packed: U64, hashes: U64) -> npt.NDArray[np.int64]:
+        return find_slots(packed.data, hashes.data, *self._looked_at)
 
     def locate(self, batch: ObjectBatch) -> Located:
         """Where the objects of a get are, whose headers are filled in: in one call, as a disk waits for it.
@@ -347,7 +333,7 @@ class SlotIndex:
         return there
 
     def unchanged(self, slots: npt.NDArray[np.int64], words: U64) -> npt.NDArray[np.bool_]:
-        """Which of the slots hold what they held when `find` or `locate` looked."""
+        """Which of the slots hold what they held when `locate` looked."""
         same: npt.NDArray[np.bool_] = self._words[slots] == words
         return same
 
@@ -503,7 +489,7 @@ class SlotIndex:
         Needs the lock.
         """
         hashes = hashes_of(packed)
-        there = self._find(packed, hashes).slots >= 0
+        there = self._find(packed, hashes) >= 0
         self.give_back(slots[there])
         slots, hashes = slots[~there], hashes[~there]
         self._hashes[slots] = hashes
@@ -533,7 +519,7 @@ class SlotIndex:
         Raises:
             OSError: it can not be made durable.
         """
-        found = self.find(keys).slots
+        found = self.find(keys)
         slots = np.unique(found[found >= 0])
         self._delete(slots)
         return len(slots)

@@ -277,7 +277,7 @@ class SlotStore(Backend):
             store = self._store(self._end())
             if store is None:
                 return [0] * len(runs)
-            there = store.index.find([key for run in runs for key in run]).slots >= 0
+            there = store.index.find([key for run in runs for key in run]) >= 0
             counts, start = [], 0
             for run in runs:
                 part = there[start : start + len(run)]
@@ -413,7 +413,7 @@ class SlotStore(Backend):
             statuses = [PageStatus.HIT] * len(batch)
             try:
                 with self._locked(store.index, end) as index:
-                    found = index.find(batch.keys).slots
+                    found = index.find(batch.keys)
                     there = found[found >= 0]
                     index.touch(there)  # what is stored again is not what should go
                     at = self._usable(batch, store, np.flatnonzero(found < 0), statuses)
