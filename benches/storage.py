@@ -17,14 +17,16 @@ Times vary between minutes and machines: compare the ratios of one run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -283,12 +285,28 @@ def restart_rows(folder: Path, objects: int) -> list[dict[str, object]]:
     return rows
 
 
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """Let users say where the disk is that counts."""
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk that counts (default: where temporary files go)"
+    )
+
+
+@contextlib.contextmanager
+def new_folder(parent: Path | None) -> Iterator[Path]:
+    """A folder of our own in one that may have other things in it; it is gone afterwards."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unified-cache-bench-", dir=parent) as folder:
+        yield Path(folder)
+
+
 def main() -> None:
     """Print a line a row, and write them as JSON if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/unified-cache-bench-storage"))
+    add_folder(parser)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--restart", type=int, default=0, metavar="OBJECTS")
@@ -296,7 +314,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"# {' '.join(sys.argv)}\n# {machine()}")
-    folder, threads, rounds = arguments.folder, arguments.threads, arguments.rounds
+    threads, rounds = arguments.threads, arguments.rounds
     rows: list[dict[str, object]] = []
 
     def show(new: list[dict[str, object]]) -> None:
@@ -313,8 +331,7 @@ def main() -> None:
             else:
                 print(json.dumps(one), flush=True)
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with new_folder(arguments.folder) as folder:
         for page_bytes in (1 << 20, 256 << 10):
             size = BATCHES * PAGES * (page_bytes + 600) + (1 << 20)
             if "file".startswith(arguments.only):
@@ -334,8 +351,6 @@ def main() -> None:
                         path.unlink()
         if arguments.restart:
             show(restart_rows(folder, arguments.restart))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
 

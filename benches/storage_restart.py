@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from machine import machine
-from storage import drop
+from storage import add_folder, drop, new_folder
 
 from unified_cache import page_hashes
 from unified_cache.storage.backends.file import FileBackend
@@ -133,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/unified-cache-bench-restart"))
+    add_folder(parser)
     parser.add_argument("--pages", type=int, default=1_000_000)
     parser.add_argument("--turn", type=int, default=32, help="pages stored at a time")
     parser.add_argument("--turns", type=int, default=8, help="of a conversation")
@@ -142,9 +141,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"# {' '.join(sys.argv)}\n# {machine()}")
-    place, rows = arguments.folder, []
+    rows = []
     prompt_pages = arguments.turn * arguments.turns
-    try:
+    with new_folder(arguments.folder) as place:
         seconds = fill(place, arguments.pages, arguments.turn, arguments.turns)
         size = (place / "slab.prefixes").stat().st_size
         print(f"# filled in {seconds:.0f} s; the log has {size / 1e6:.0f} MB", flush=True)
@@ -163,8 +162,6 @@ def main() -> None:
                 ).stdout
                 rows.append({"what": what, **json.loads(answer)})
                 print(json.dumps(rows[-1]), flush=True)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
 

@@ -8,7 +8,9 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Bytes from which bodies that are neighbours are no longer asked for together: a disk gains little from more.
 const TOGETHER: usize = 512 << 10;
@@ -17,7 +19,12 @@ const MOST_TOGETHER: usize = 256;
 /// Requests under way at most: with more the kernel would make the one who asks wait until the disk takes them.
 const DEPTH: usize = 128;
 /// Bytes that keep any disk busy, in two requests or more.
-const BUSY: usize = 2 << 20;
+const BUSY: usize = 1 << 20;
+/// What `seen` takes by what the disk takes, before any was measured, and the bounds within which that is believed.
+const FIRST_PACE: f32 = 0.5;
+const PACES: (f32, f32) = (1.0 / 32.0, 1.0);
+/// A call with fewer bytes says nothing of it.
+const PACE_BYTES: usize = 4 << 20;
 
 // `linux/aio_abi.h`.
 const READ: u16 = 7;
@@ -51,13 +58,15 @@ unsafe impl Sync for Body {}
 /// What the kernel keeps of requests that are under way: made when a call finds none that is idle, and kept for the next.
 pub struct Queue {
     idle: Mutex<Vec<Context>>,
+    /// The bits of an `f32`: what `seen` takes of a byte that was read by what the disk takes of it, in the last calls.
+    pace: AtomicU32,
 }
 
 impl Queue {
     /// # Errors
     /// The kernel has no such thing, forbids it, or has no more of it (`fs.aio-max-nr`).
     pub fn new() -> io::Result<Self> {
-        Ok(Self { idle: Mutex::new(vec![Context::new()?]) })
+        Ok(Self { idle: Mutex::new(vec![Context::new()?]), pace: AtomicU32::new(FIRST_PACE.to_bits()) })
     }
 
     /// Moves bodies from or to a file that is open with `O_DIRECT`, all of them at once as far as the disk goes along.
@@ -93,6 +102,10 @@ impl Queue {
         let request_bytes = bodies.iter().map(|body| body.bytes).sum::<usize>() / groups.len().max(1);
         let mut call = Call { queue: self, context: Some(context), under_way: 0 };
         let mut next = 0;
+        let pace = (way == Way::Read && seen.is_some()).then(|| f32::from_bits(self.pace.load(Ordering::Relaxed)));
+        let begun = Instant::now();
+        let mut disk_time = Duration::ZERO;
+        let mut seen_time = Duration::ZERO;
         // Groups whose bytes are there, and were not shown yet.
         let mut unseen: VecDeque<usize> = match way {
             Way::Write if seen.is_some() => (0..groups.len()).collect(),
@@ -100,16 +113,22 @@ impl Queue {
         };
         loop {
             let left = requests.len() - next + call.under_way;
-            let depth = if seen.is_some() { depth(left, request_bytes) } else { DEPTH };
+            let depth = pace.map_or(DEPTH, |pace| depth(left, request_bytes, pace));
             // SAFETY: this function's contract; `pieces` and `requests` stay where they are.
             unsafe { call.submit(&mut requests, &mut next, depth) };
             if call.under_way == 0 && unseen.is_empty() {
+                if let Some(pace) = pace {
+                    self.learn(pace, bodies.iter().map(|body| body.bytes).sum(), seen_time, disk_time);
+                }
                 return moved;
             }
             let Ok(ended) = call.ended(unseen.is_empty()) else {
                 // Nobody can tell what has ended.
                 return vec![false; bodies.len()];
             };
+            if !ended.is_empty() {
+                disk_time = begun.elapsed();
+            }
             for (at, result) in ended {
                 let group = groups[at].clone();
                 if usize::try_from(result) == Ok(bodies[group.clone()].iter().map(|body| body.bytes).sum()) {
@@ -120,8 +139,18 @@ impl Queue {
                 }
             }
             if let (Some(at), Some(seen)) = (unseen.pop_front(), &mut seen) {
+                let start = Instant::now();
                 groups[at].clone().for_each(seen);
+                seen_time += start.elapsed();
             }
+        }
+    }
+
+    /// Threads may overwrite what others have learned meanwhile: all of it is about the same disk.
+    fn learn(&self, pace: f32, bytes: usize, seen_time: Duration, disk_time: Duration) {
+        if bytes >= PACE_BYTES && !disk_time.is_zero() {
+            let now = (seen_time.as_secs_f32() / disk_time.as_secs_f32()).clamp(PACES.0, PACES.1);
+            self.pace.store((pace * 0.75 + now * 0.25).to_bits(), Ordering::Relaxed);
         }
     }
 
@@ -138,9 +167,12 @@ impl Queue {
 /// How many of the requests that have not ended may be under way.
 ///
 /// Not all of them: a virtual disk may tell of none before the last one has ended, and nothing would be left to do for it
-/// while checksums are made of what has come. One after the other they take a third of the time that a fast disk takes.
-fn depth(left: usize, request_bytes: usize) -> usize {
-    (left * 2 / 3).max(BUSY / request_bytes.max(1)).clamp(2, DEPTH)
+/// while `seen` is shown what has come. And as many as can be: each time that it has ended all it rests until it is asked for
+/// more. So `seen` is to take as long over those under way as the disk over what is left after them: `pace` is what `seen`
+/// takes of a byte by what the disk takes.
+fn depth(left: usize, request_bytes: usize, pace: f32) -> usize {
+    let share = (left as f32 / (1.0 + pace)) as usize;
+    share.max(BUSY / request_bytes.max(1)).clamp(2, DEPTH)
 }
 
 /// Bodies of one request each: neighbours in the file.
