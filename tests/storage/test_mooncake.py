@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.storage.mooncake_objects import HEADER, Call, Caller, Memory, content
 from tests.storage.mooncake_server import Master, Owner, free_port, wait_until, why_not_here
 from tests.storage.support import BYTES, Pages, keys
 from unified_cache.errors import ClosedError, StorageError
-from unified_cache.storage.backends.mooncake import MooncakeBackend, client_environment
+from unified_cache.storage.backends.mooncake import _DOUBT_SECONDS, MooncakeBackend, client_environment
 from unified_cache.storage.breaker import Breaker
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.guard import GRACE, StorageCounts, StorageGuard
@@ -378,6 +379,58 @@ def test_a_write_whose_answer_was_lost_is_not_believed_later() -> None:
         assert backend.get(memory.batch(keys)) == [HIT] * 2
         assert all(memory.holds(row, key, memory.size) for row, key in enumerate(keys))
         backend.close()
+
+
+class Asked:
+    """A client that counts how often it is asked what exists, and answers a write once as it is told."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.asked = 0
+        self.answer: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        """Counted."""
+        self.asked += 1
+        return list(self._store.batch_is_exist(keys))
+
+    def batch_put_from_multi_buffers(self, *arguments: Any) -> list[int]:
+        """What it is told to answer, once."""
+        codes = list(self._store.batch_put_from_multi_buffers(*arguments))
+        codes, self.answer = self.answer or codes, []
+        return codes
+
+
+def test_what_was_written_is_asked_for_while_a_write_may_hang(backend: MooncakeBackend) -> None:
+    memory = Memory(3, 64 << 10)
+    number = 0
+
+    def asked(*answer: int) -> int:
+        nonlocal number
+        number += 1
+        before, store.answer = store.asked, list(answer)
+        backend.set(memory.fill([f"k{number}-{row}" for row in range(3)]))
+        return store.asked - before
+
+    backend._store = store = Asked(backend._store)
+    try:
+        assert asked() == 1  # whoever was here before may have died in a write
+        backend._doubted -= 2 * _DOUBT_SECONDS
+        assert asked() == 0
+        no_room, transfer_failed = -200, -800
+        assert asked(0, no_room, 0) == 0
+        assert asked(0, transfer_failed, 0) == 1
+        assert asked() == 1
+        backend._doubted -= 2 * _DOUBT_SECONDS
+        assert asked() == 0
+        if not backend._settings.client:  # it would get a new client
+            backend._lose()
+            assert asked() == 1
+    finally:
+        backend._store = store._store
 
 
 def test_whoever_waits_is_told_at_the_deadline_and_a_fifth() -> None:

@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -67,6 +68,9 @@ _MOST_PAGES = 128  # in one native call
 _MOST_PACED_PAGES = 32  # in one that waits on TCP connections
 # A write that returned 0 may have met another one of the same key: so long that one may take to end.
 _OTHER_WRITER_SECONDS = 0.25
+# So long after something has failed, or after a process has begun, a write may hang: 30 s, by the master's
+# default (--put_start_discard_timeout_sec), and some more.
+_DOUBT_SECONDS = 40.0
 # So long a close waits for a sign that the client can go; then, for its going, which takes one second, or two
 # with a segment. And so often it is asked whether it can.
 _CLOSE_SECONDS = 1.5
@@ -264,10 +268,13 @@ class _Line:
     def ended(self) -> bool:
         """The process is gone, with all that it was about to write."""
         try:
-            return not self._socket.recv(1)
+            # Every call asks, and to read what is not there yet would cost an exception each time.
+            look = select.poll()  # one of its own: two threads may not use one
+            look.register(self._socket, select.POLLIN)
+            return bool(look.poll(0)) and not self._socket.recv(1)
         except BlockingIOError:
             return False
-        except OSError:
+        except (OSError, ValueError):  # or it was closed here
             return True
 
     def close(self) -> None:
@@ -289,6 +296,31 @@ class _Block:
         """Bytes of the body in this place."""
         start = place * _step(batch)
         return self.bodies[start : start + size].data
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A get or a set.
+
+    Attributes:
+        batch: its objects.
+        header: bytes of each header.
+        bodies: addresses of the bodies.
+        sizes: bytes of each that are moved.
+        started: when it began.
+        bounced: bodies have to be copied through memory that the client knows.
+        statuses: what has become of each object so far.
+        heard: what the client has answered so far.
+    """
+
+    batch: ObjectBatch
+    header: int
+    bodies: list[int]
+    sizes: list[int]
+    started: float
+    bounced: bool
+    statuses: list[PageStatus]
+    heard: list[int]
 
 
 class MooncakeBackend(Backend):
@@ -322,6 +354,7 @@ class MooncakeBackend(Backend):
         self._closing = threading.Event()
         self._closed = False
         self._suspect = True  # the last call did not reach the store: ask first whether anybody listens
+        self._doubted = time.monotonic()  # when something last failed that may have left a write behind
         self._reopening = False  # one call is replacing a client over shared memory that has lost its owner
         self._sizes_vary = False  # objects shorter than their memory were met
         self._ranges: list[tuple[int, int]] = []
@@ -537,7 +570,7 @@ class MooncakeBackend(Backend):
             # A later process in the owner's place is found by the client itself, and calls go on well. But
             # the end of that one, which `_hold` looks for, is not told by this connection.
             if self._fenced or (self._line is not None and self._line.ended):
-                self._suspect = True
+                self._lose()
             suspect = self._suspect
             lost = suspect and bool(self._settings.client)
             if lost and self._calls:
@@ -574,7 +607,7 @@ class MooncakeBackend(Backend):
         # As a rule there is no code < 0.
         unreached = [code for code in codes if code in _UNREACHED] if min(codes) < 0 else []
         if unreached:
-            self._suspect = True
+            self._lose()
         elif not self._settings.client:
             # One over shared memory that another call has lost stays so until it is replaced: what it was
             # asked by that call is still about.
@@ -586,6 +619,11 @@ class MooncakeBackend(Backend):
                 f"mooncake at {host}:{port} was asked for {len(codes)} objects and answered {unreached[0]} "
                 f"({said}): see that it runs; it is used again as soon as it answers"
             )
+
+    def _lose(self) -> None:
+        """The store was not reached: the next call asks whether anybody listens, and writes are looked at."""
+        self._suspect = True
+        self._doubted = time.monotonic()
 
     def _answers(self) -> bool:
         """The owner over shared memory says something; it need not ask its master for that."""
@@ -629,7 +667,7 @@ class MooncakeBackend(Backend):
             return
         name = f"mooncake client {self._settings.client}"
         if not self._knows(block.header_address):
-            self._suspect = True
+            self._lose()
             raise StorageError(f"{name} has forgotten the memory of this process: try again")
         if all(self._knows(piece) for piece in {pieces[0][-1], pieces[-1][-1]}):
             return
@@ -657,51 +695,52 @@ class MooncakeBackend(Backend):
 
     def get(self, batch: ObjectBatch) -> list[PageStatus]:
         """Read objects. One whose lease ended while it was read is an ERROR: its bytes may be another's."""
-        statuses = [PageStatus.TIMEOUT] * len(batch)
-        header = batch.headers.shape[1] if len(batch) else 0
         with self._calling() as started:
-            room = batch.body_sizes.tolist()
+            moving = self._moving(batch, started)
+            statuses, heard = moving.statuses, moving.heard
             rows = list(range(len(batch)))
-            bounced = self._bounced(batch, room)
-            heard: list[int] = []
             if self._sizes_vary and rows:
-                rows = self._fit(batch, rows, room, statuses, heard)
-            for part in self._parts(rows, batch, header, bounced):
-                again = self._get_part(batch, part, room, bounced, started, statuses, heard)
+                rows = self._fit(moving, rows)
+            for part in self._parts(moving, rows):
+                again = self._get_part(moving, part)
                 # Shorter than its memory, which the client takes for a failed transfer: asked once more.
                 if again:
-                    fitting = self._fit(batch, again, room, statuses, heard)
+                    fitting = self._fit(moving, again)
                     if fitting:
                         self._sizes_vary = True
-                        self._get_part(batch, fitting, room, bounced, started, statuses, heard)
-                if _NO_CONNECTION in heard or PageStatus.TIMEOUT in [statuses[row] for row in part]:
+                        self._get_part(moving, fitting)
+                well = heard and min(heard) >= 0  # as a rule
+                if not well and (_NO_CONNECTION in heard or PageStatus.TIMEOUT in _picked(statuses, part)):
                     break  # the next native call would take its time only to say the same
             self._hear(heard)
         return statuses
 
-    def _get_part(
-        self,
-        batch: ObjectBatch,
-        rows: list[int],
-        sizes: list[int],
-        bounced: bool,
-        started: float,
-        statuses: list[PageStatus],
-        heard: list[int],
-    ) -> list[int]:
+    def _moving(self, batch: ObjectBatch, started: float) -> _Moving:
+        bodies, sizes = batch.body_addresses.tolist(), batch.body_sizes.tolist()
+        return _Moving(
+            batch,
+            batch.headers.shape[1] if sizes else 0,
+            bodies,
+            sizes,
+            started,
+            self._bounced(bodies, sizes),
+            [PageStatus.TIMEOUT] * len(sizes),
+            [],
+        )
+
+    def _get_part(self, moving: _Moving, rows: list[int]) -> list[int]:
         """Read some objects of `sizes` exactly; the rows back whose transfer failed, and not by time."""
-        header = batch.headers.shape[1]
-        with self._block(started) as block:
+        batch, header, sizes, statuses = moving.batch, moving.header, moving.sizes, moving.statuses
+        with self._block(moving) as block:
             if block is None:
                 return []
-            addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            wholes = [header + sizes[row] for row in rows]
+            addresses, lengths = self._pieces(moving, rows, block)
+            wholes = [header + size for size in _picked(sizes, rows)]
             begun = time.monotonic()
             keys = _picked(batch.keys, rows)
             codes = self._store.batch_get_into_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
-            self._look_at(codes, block, addresses, bounced)
-            heard += codes
+            self._look_at(moving, codes, block, addresses)
             failed: list[int] = []
             places = list(range(len(rows)))
             if codes != wholes:
@@ -721,27 +760,20 @@ class MooncakeBackend(Backend):
                 hits = _picked(rows, places)
                 headers = block.headers[: len(rows) * header].reshape(len(rows), header)
                 batch.headers[_run(hits)] = headers[_run(places)]
+                batch.stored_sizes[_run(hits)] = _picked(sizes, hits)
                 for row in hits:
-                    batch.stored_sizes[row] = sizes[row]
                     statuses[row] = PageStatus.HIT
-                if bounced:
+                if moving.bounced:
                     targets = [batch.bodies[row][: sizes[row]] for row in hits]
                     sources = [block.body(place, batch, sizes[rows[place]]) for place in places]
                     copy_bodies(batch.checksums, hits, targets, sources)
         return failed
 
-    def _fit(
-        self,
-        batch: ObjectBatch,
-        rows: list[int],
-        sizes: list[int],
-        statuses: list[PageStatus],
-        heard: list[int],
-    ) -> list[int]:
+    def _fit(self, moving: _Moving, rows: list[int]) -> list[int]:
         """Set `sizes` of bodies to those of the objects; the rows that are there and fit."""
-        header = batch.headers.shape[1]
+        batch, header, sizes, statuses = moving.batch, moving.header, moving.sizes, moving.statuses
         lengths = self._lengths([batch.keys[row] for row in rows])
-        heard += lengths
+        moving.heard += lengths
         fitting = []
         for row, length in zip(rows, lengths, strict=True):
             if length < 0:
@@ -770,38 +802,29 @@ class MooncakeBackend(Backend):
 
     def set(self, batch: ObjectBatch) -> list[PageStatus]:
         """Store objects. FULL: no segment has room at this moment; or somebody's write of this key hangs."""
-        statuses = [PageStatus.TIMEOUT] * len(batch)
-        header = batch.headers.shape[1] if len(batch) else 0
         with self._calling() as started:
-            sizes = batch.body_sizes.tolist()
-            bounced = self._bounced(batch, sizes)
-            heard: list[int] = []
-            for part in self._parts(list(range(len(batch))), batch, header, bounced):
-                if not self._set_part(batch, part, sizes, bounced, started, statuses, heard):
+            moving = self._moving(batch, started)
+            heard = moving.heard
+            for part in self._parts(moving, list(range(len(batch)))):
+                if not self._set_part(moving, part):
                     break
             self._hear(heard)
-            self._confirm(batch.keys, statuses)
-        return statuses
+            if len(heard) < len(batch) or not {0, _NO_ROOM}.issuperset(heard):
+                self._doubted = time.monotonic()
+            if time.monotonic() < self._doubted + _DOUBT_SECONDS:
+                self._confirm(batch.keys, moving.statuses)
+        return moving.statuses
 
-    def _set_part(
-        self,
-        batch: ObjectBatch,
-        rows: list[int],
-        sizes: list[int],
-        bounced: bool,
-        started: float,
-        statuses: list[PageStatus],
-        heard: list[int],
-    ) -> bool:
-        """Store some objects; False: out of time."""
-        header = batch.headers.shape[1]
-        with self._block(started) as block:
+    def _set_part(self, moving: _Moving, rows: list[int]) -> bool:
+        """Store some objects that follow each other; False: out of time."""
+        batch, header, sizes, statuses = moving.batch, moving.header, moving.sizes, moving.statuses
+        with self._block(moving) as block:
             if block is None:
                 return False
-            addresses, lengths = self._pieces(batch, rows, sizes, block, bounced)
-            if bounced or batch.checksums is not None:
+            addresses, lengths = self._pieces(moving, rows, block)
+            if moving.bounced or batch.checksums is not None:
                 sources = [batch.bodies[row][: sizes[row]] for row in rows]
-            if bounced:
+            if moving.bounced:
                 targets = [block.body(place, batch, size) for place, size in enumerate(map(len, sources))]
                 copy_bodies(batch.checksums, rows, targets, sources)
             elif batch.checksums is not None:
@@ -811,9 +834,11 @@ class MooncakeBackend(Backend):
             keys = _picked(batch.keys, rows)
             codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
             stalled = self._paced and time.monotonic() - begun > self._stall
-            self._look_at(codes, block, addresses, bounced)
-        heard += codes
+            self._look_at(moving, codes, block, addresses)
         late = False
+        if not any(codes):  # as a rule
+            statuses[rows[0] : rows[-1] + 1] = [PageStatus.HIT] * len(rows)
+            return True
         for row, code in zip(rows, codes, strict=True):
             statuses[row] = _WRITE_STATUS.get(code, PageStatus.ERROR)
             if code == _TRANSFER_FAILED and stalled:
@@ -827,6 +852,11 @@ class MooncakeBackend(Backend):
         A put answers 0 also if the key is only being written: by another process, or by a put whose answer
         was lost, which the master keeps for 30 s before anybody can write the key again. What is not there
         at all was stored, and removed since.
+
+        This is a round trip, a fifth of what 8 MiB take over shared memory. So it is made while there may be
+        such writes of our own: a while after anything has failed, and after the start, since the process
+        before this one may have died in one. Another's that hangs and of which nothing was noticed here
+        counts as stored: a later get of it is a miss.
         """
         rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
         end = time.monotonic() + _OTHER_WRITER_SECONDS
@@ -836,9 +866,11 @@ class MooncakeBackend(Backend):
                 return
             rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
             if any(code in _UNREACHED for code in codes):
-                self._suspect = True
+                self._lose()
                 break
             rows = [row for row in rows if self._store.get_size(keys[row]) == _BEING_WRITTEN]
+            if rows:
+                self._doubted = time.monotonic()
             if time.monotonic() > end:
                 break
             if rows:
@@ -848,27 +880,27 @@ class MooncakeBackend(Backend):
 
     # Native calls
 
-    def _parts(self, rows: list[int], batch: ObjectBatch, header: int, bounced: bool) -> list[list[int]]:
+    def _parts(self, moving: _Moving, rows: list[int]) -> list[list[int]]:
         """Rows of one native call each."""
         if not rows:
             return []
-        most = min(self._pages, _HEADER_BYTES // max(1, header))
-        if bounced:
+        most = min(self._pages, _HEADER_BYTES // max(1, moving.header))
+        if moving.bounced:
             room = self._settings.bounce_bytes // 2
-            most = min(most, room // max(1, _step(batch)))
+            most = min(most, room // max(1, _step(moving.batch)))
         if most == 0:
             raise StorageError(
-                f"objects of {header} + {_step(batch)} bytes do not fit into bounce="
+                f"objects of {moving.header} + {_step(moving.batch)} bytes do not fit into bounce="
                 f"{self._settings.bounce_bytes}, which is two halves: make it larger"
             )
         return [rows[start : start + most] for start in range(0, len(rows), most)]
 
     @contextmanager
-    def _block(self, started: float) -> Iterator[_Block | None]:
+    def _block(self, moving: _Moving) -> Iterator[_Block | None]:
         """Memory for a native call, once it is free; None if the call could not end in time any more."""
         # The client's limits add up to less than the deadline. Of the fifth that a call may take beyond it
         # half is for its turn, half for a machine that wakes it late.
-        latest = started + _TURN * self._deadline - self._call_seconds
+        latest = moving.started + _TURN * self._deadline - self._call_seconds
         block = None
         try:
             wait = latest - time.monotonic()
@@ -885,52 +917,51 @@ class MooncakeBackend(Backend):
             if block is not None:
                 self._blocks.put(block)
 
-    def _bounced(self, batch: ObjectBatch, sizes: Sequence[int]) -> bool:
+    def _bounced(self, bodies: list[int], sizes: list[int]) -> bool:
         """Bodies have to be copied through memory that the client knows."""
         if self._settings.protocol == "tcp" and not self._settings.client:
             return False  # reads and writes any memory
         if self._bounce_all or not sizes:
             return True
-        firsts, most = batch.body_addresses.tolist(), max(sizes)
-        first, last = min(firsts), max(firsts) + most
+        first, last = min(bodies), max(bodies) + max(sizes)
         if any(start <= first and last <= end for start, end in self._direct):
             return False
         # Of several pools, or not at all.
         return not all(
             any(start <= at and at + size <= end for start, end in self._direct)
-            for at, size in zip(firsts, sizes, strict=True)
+            for at, size in zip(bodies, sizes, strict=True)
         )
 
     def _look_at(
-        self, codes: Sequence[int], block: _Block, pieces: Sequence[Sequence[int]], bounced: bool
+        self, moving: _Moving, codes: list[int], block: _Block, pieces: Sequence[Sequence[int]]
     ) -> None:
         """What answers to a native call say of the client, before its memory is given back."""
         if self._settings.client and min(codes) < 0:
             if any(code in _UNREACHED for code in codes):
-                self._suspect = True  # before somebody else is given this memory
-                if not bounced:
+                self._lose()  # before somebody else is given this memory
+                if not moving.bounced:
                     self._hold()
             self._check_known(codes, block, pieces)
-        block.moved[bounced] += len(codes)
+        block.moved[moving.bounced] += len(codes)
+        moving.heard += codes
 
     def _pieces(
-        self, batch: ObjectBatch, rows: list[int], sizes: list[int], block: _Block, bounced: bool
-    ) -> tuple[list[list[int]], list[list[int]]]:
+        self, moving: _Moving, rows: list[int], block: _Block
+    ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
         """Addresses and lengths of header and body of each object."""
-        header = batch.headers.shape[1]
-        start = block.header_address
+        header, sizes, start = moving.header, moving.sizes, block.header_address
         heads = range(start, start + len(rows) * header, header) if header else [start] * len(rows)
-        if bounced:
-            base, step = block.body_address, _step(batch)
+        bodies = _picked(moving.bodies, rows)
+        if moving.bounced:
+            base, step = block.body_address, _step(moving.batch)
             bodies = [base + place * step for place in range(len(rows))]
-        else:
-            bodies = batch.body_addresses[_run(rows)].tolist()
+        if (size := sizes[rows[0]]) and sizes.count(size) == len(sizes):  # as a rule, and a third of the time
+            return list(zip(heads, bodies, strict=True)), [(header, size)] * len(rows)
         # A piece of no bytes is refused.
         addresses = [
-            [at, body] if sizes[row] else [at] for at, row, body in zip(heads, rows, bodies, strict=True)
+            (at, body) if sizes[row] else (at,) for at, row, body in zip(heads, rows, bodies, strict=True)
         ]
-        lengths = [[header, sizes[row]] if sizes[row] else [header] for row in rows]
-        return addresses, lengths
+        return addresses, [(header, sizes[row]) if sizes[row] else (header,) for row in rows]
 
     # The rest
 
@@ -1139,14 +1170,14 @@ def _leave_all() -> None:
     libc.on_exit(libc._exit, None)
 
 
-def _picked(all_of: Sequence[_T], places: Sequence[int]) -> list[_T]:
+def _picked(all_of: Sequence[_T], places: Sequence[int]) -> Sequence[_T]:
     """The elements in these places, which are in order."""
     if len(places) == len(all_of):  # as a rule
-        return list(all_of)
+        return all_of
     return [all_of[place] for place in places]
 
 
-def _run(rows: list[int]) -> slice | list[int]:
+def _run(rows: Sequence[int]) -> slice | Sequence[int]:
     """The same rows of an array, cheaper if none is left out between them."""
     return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
 
