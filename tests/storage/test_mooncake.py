@@ -433,6 +433,19 @@ def test_what_was_written_is_asked_for_while_a_write_may_hang(backend: MooncakeB
         backend._store = store._store
 
 
+@pytest.mark.parametrize("deadline", [0.5, 1.0, 2.0])
+def test_short_deadlines(servers: tuple[Master, Owner], deadline: float) -> None:
+    """An owner that hangs takes longer than these: no reason to make no call at all."""
+    backend = opened(servers[0], deadline)
+    memory = Memory(40, 64 << 10)  # more than one native call
+    keys = [f"short-{deadline}-{row}" for row in range(40)]
+    assert backend.set(memory.fill(keys)) == [HIT] * 40
+    memory.wipe()
+    assert backend.get(memory.batch(keys)) == [HIT] * 40
+    assert all(memory.holds(row, key, memory.size) for row, key in enumerate(keys))
+    backend.close()
+
+
 def test_whoever_waits_is_told_at_the_deadline_and_a_fifth() -> None:
     # The guard's view, by its own clock: it has no tolerance, however late the calls are.
     with Master() as master, Owner(master) as owner:

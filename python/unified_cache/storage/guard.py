@@ -36,6 +36,8 @@ _Addresses = npt.NDArray[np.uint64]
 _STATUSES = tuple(PageStatus)
 # A call that takes longer than its deadline by this much has ended too late, whatever it says.
 GRACE = 1.2
+# By this much it is given up from outside: whoever waits is told by a tick, which takes its time too.
+_GIVEN_UP = 1.15
 # Memory that one thread takes for compressed pages, at most (or a page).
 _SCRATCH_BYTES = 32 << 20
 
@@ -425,7 +427,7 @@ class StorageGuard:
 
     def watch(self) -> list[object]:
         """The owners of calls that have gone past their deadline since the last look."""
-        limit = self._clock() - self._deadline * GRACE
+        limit = self._clock() - self._deadline * _GIVEN_UP
         with self._lock:
             late = [call for call in self._running if not call.late and call.started < limit]
             for call in late:

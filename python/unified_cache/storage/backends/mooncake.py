@@ -899,8 +899,9 @@ class MooncakeBackend(Backend):
     def _block(self, moving: _Moving) -> Iterator[_Block | None]:
         """Memory for a native call, once it is free; None if the call could not end in time any more."""
         # The client's limits add up to less than the deadline. Of the fifth that a call may take beyond it
-        # half is for its turn, half for a machine that wakes it late.
-        latest = moving.started + _TURN * self._deadline - self._call_seconds
+        # half is for its turn, half for a machine that wakes it late. Of a short deadline nothing is left for
+        # its turn, since the client counts in whole seconds: it has to come soon then, but may be made.
+        latest = moving.started + max(_TURN * self._deadline - self._call_seconds, self._deadline / 8)
         block = None
         try:
             wait = latest - time.monotonic()
