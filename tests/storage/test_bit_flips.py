@@ -6,6 +6,7 @@ whose pages are files), half of them flipped; without it there are fewer, and th
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -94,15 +95,16 @@ class FileFlips(Flips):
             os.close(file)
 
 
-@pytest.mark.parametrize("scheme", ["file", "mmap", "shm", "memory", "pages"])
+@pytest.mark.parametrize("scheme", ["file", "file queued", "mmap", "shm", "memory", "pages"])
 def test_flipped_bits_are_never_data(scheme: str, tmp_path: Path) -> None:
     # Full slots: those of neighbours are read in one call.
     body, count = {"memory": (512, 4096), "pages": (256, 500)}.get(scheme, (4096, 4096))
     total = PAGES // 10 if scheme == "pages" else PAGES
     slots = count * (4096 + 600) + (1 << 16)
     backend: Backend
-    if scheme == "file":
-        backend = FileBackend(tmp_path, slots, slot_bytes=4096, threads=1, direct=False)
+    if scheme.startswith("file"):
+        direct = scheme == "file queued"
+        backend = FileBackend(tmp_path, slots, slot_bytes=4096, threads=1, direct=direct)
     elif scheme == "mmap":
         backend = MmapBackend(tmp_path / "store", slots, slot_bytes=4096, threads=1)
     elif scheme == "shm":
@@ -113,7 +115,10 @@ def test_flipped_bits_are_never_data(scheme: str, tmp_path: Path) -> None:
     counts = StorageCounts()
     guard = StorageGuard(backend, object_bytes=body, deadline=60, clock=lambda: 0.0, counts=counts)
     rng = np.random.default_rng(5)
-    pages, read = rng.integers(0, 256, (2, count, body), np.uint8)
+    # At a multiple of the system's page size, or nothing could go past its cache.
+    memory = mmap.mmap(-1, 2 * count * body)
+    pages, read = np.frombuffer(memory, np.uint8).reshape(2, count, body)
+    pages[:] = rng.integers(0, 256, (count, body), np.uint8)
     keys = [key(at) for at in range(count)]
 
     def call(what: str, rows: npt.NDArray[np.uint8]) -> list[PageStatus]:
@@ -149,4 +154,9 @@ def test_flipped_bits_are_never_data(scheme: str, tmp_path: Path) -> None:
     # Nothing but the flips was wrong.
     assert set(call("get", read)) == {PageStatus.HIT}
     assert np.array_equal(read, pages)
+    if scheme.startswith("file"):
+        stats = backend.stats()
+        # All whose record can be read, where the machine has a queue.
+        assert (stats["queued_transfers"] > 0.9 * total) == bool(stats["queued"])
+        assert bool(stats["queued"]) <= (scheme == "file queued")
     guard.close()

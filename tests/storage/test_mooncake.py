@@ -22,7 +22,8 @@ from tests.storage.mooncake_objects import HEADER, Call, Caller, Memory, content
 from tests.storage.mooncake_server import Master, Owner, free_port, wait_until, why_not_here
 from tests.storage.support import BYTES, Pages, keys
 from unified_cache.errors import ClosedError, StorageError
-from unified_cache.storage.backends.mooncake import _DOUBT_SECONDS, MooncakeBackend, client_environment
+from unified_cache.storage.backends.mooncake import _DOUBT_SECONDS, MooncakeBackend
+from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.breaker import Breaker
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.guard import GRACE, StorageCounts, StorageGuard

@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 
 from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
-from unified_cache.storage.backends.mooncake import MooncakeBackend, client_environment
+from unified_cache.storage.backends.mooncake import MooncakeBackend
+from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.conformance import BackendConformance
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.urls import StorageUrl

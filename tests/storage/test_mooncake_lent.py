@@ -21,7 +21,8 @@ from tests.storage.mooncake_objects import Memory
 from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
 from unified_cache import UnifiedCache
 from unified_cache.errors import ClosedError, StorageError
-from unified_cache.storage.backends.mooncake import MooncakeBackend, client_environment
+from unified_cache.storage.backends.mooncake import MooncakeBackend
+from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.contract import PageStatus
 from unified_cache.storage.urls import StorageUrl
 

@@ -16,7 +16,8 @@ from tests.storage.mooncake_objects import HEADER, Memory, content
 from tests.storage.mooncake_server import MASTER, wait_until
 from unified_cache.errors import StorageError
 from unified_cache.storage.backends import mooncake
-from unified_cache.storage.backends.mooncake import MooncakeBackend, MooncakeSettings, client_environment
+from unified_cache.storage.backends.mooncake import MooncakeBackend
+from unified_cache.storage.backends.mooncake_settings import MooncakeSettings, client_environment
 from unified_cache.storage.contract import PageStatus
 
 DEADLINE = 10.0

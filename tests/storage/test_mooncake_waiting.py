@@ -13,7 +13,8 @@ from tests.cache.support import PAGE, assert_nothing_held, make_cache, serve, to
 from tests.storage.lateness import Lateness
 from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
 from unified_cache import UnifiedCache
-from unified_cache.storage.backends.mooncake import MooncakeBackend, client_environment
+from unified_cache.storage.backends.mooncake import MooncakeBackend
+from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.guard import GRACE
 
 _MISSING = why_not_here()
