@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""What headers, checksums and the guard cost: the same transfer by the guard and by the backend alone.
+"""What checksums and the guard add to a transfer of a backend alone.
 
     python benches/storage_guard.py [URL ...]
 
-Both move the same objects, in turns; the cost is the median, over the turns, of the one's seconds by those
-of the other right before or after it: first of the clock, then of the processor, of all threads together.
+The backend alone, the backend with checksums, and the guard move the same objects, in turns; a cost is the
+median, over the turns, of the one's seconds by those of the backend alone in the same turn. First that of
+checksums, by the clock; then that of all that a guard does (checksums, headers, statuses, counts), by the
+clock and by the processor, of all threads together.
 Where others use the machine the clock says little of transfers at memory speed (a call that is interrupted
 takes twice as long), but the processor does; of transfers that wait for a device it is the other way round.
 Transfers are warm: of a disk they come out of the host's cache where there is one. `pages` is warm and cold:
@@ -15,6 +17,7 @@ forget the files. `file` goes past that cache. Writes are of keys that were dele
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -29,10 +32,11 @@ from machine import machine
 from unified_cache.pools.host_memory import HostMemory, MappedMemory
 from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.guard import StorageCounts, StorageGuard
-from unified_cache.storage.page_format import HEADER_BYTES
+from unified_cache.storage.page_format import HEADER_BYTES, checksums_of
 from unified_cache.storage.urls import open_storage
 
-REPEATS = 31
+REPEATS = 42
+ORDERS = tuple(itertools.permutations(("alone", "summed", "guard")))
 GOALS = {"file": "5 % of the clock", "pages cold": "5 % of the clock"}
 MEMORY_GOAL = "25 %"  # of the others, at memory speed
 
@@ -47,11 +51,12 @@ def forget(folder: Path) -> None:
 
 
 def measure(url: str, size: int, pages: int, repeats: int, cold: Path | None = None) -> str:
-    """A row: GB/s of the backend alone, and what the guard adds, in per cent.
+    """A row: GB/s of the backend alone, and what checksums and the guard add, in per cent.
 
     The files in the folder `cold` are forgotten by the kernel before each read.
     """
     backend = open_storage(url)
+    assert backend.makes_checksums
     guard = StorageGuard(
         backend, object_bytes=size, deadline=60, clock=time.monotonic, counts=StorageCounts()
     )
@@ -65,19 +70,37 @@ def measure(url: str, size: int, pages: int, repeats: int, cold: Path | None = N
     sizes = np.full(pages, size, np.uint64)
     stored = [PageStatus.HIT] * pages
 
-    def batch() -> ObjectBatch:
+    def batch(summed: bool) -> ObjectBatch:
         headers = np.zeros((pages, HEADER_BYTES), np.uint8)
-        return ObjectBatch(keys, headers, views, places, sizes, np.zeros(pages, np.uint64))
+        checksums = checksums_of(headers) if summed else None
+        return ObjectBatch(keys, headers, views, places, sizes, np.zeros(pages, np.uint64), checksums)
+
+    def summed_get() -> list[PageStatus]:
+        asked = batch(True)
+        statuses = backend.get(asked)
+        assert asked.checksums is not None
+        left = np.flatnonzero(asked.checksums.values == 0).tolist()
+        if left:  # those that the backend leaves to its caller
+            asked.checksums.make(left, [views[at] for at in left])
+        return statuses
 
     calls: dict[str, dict[str, Callable[[], list[PageStatus]]]] = {
-        "set": {"guard": lambda: guard.set(keys, views, places), "alone": lambda: backend.set(batch())},
-        "get": {"guard": lambda: guard.get(keys, views, places), "alone": lambda: backend.get(batch())},
+        "set": {
+            "alone": lambda: backend.set(batch(False)),
+            "summed": lambda: backend.set(batch(True)),
+            "guard": lambda: guard.set(keys, views, places),
+        },
+        "get": {
+            "alone": lambda: backend.get(batch(False)),
+            "summed": summed_get,
+            "guard": lambda: guard.get(keys, views, places),
+        },
     }
     seconds: dict[str, dict[str, list[np.ndarray]]] = {
         what: {who: [] for who in calls[what]} for what in calls
     }
     for repeat in range(repeats + 2):
-        order = ("guard", "alone") if repeat % 2 else ("alone", "guard")
+        order = ORDERS[repeat % len(ORDERS)]
         for what in calls:
             for who in order:
                 if what == "set":
@@ -87,7 +110,7 @@ def measure(url: str, size: int, pages: int, repeats: int, cold: Path | None = N
                 begun = np.array([time.perf_counter(), time.process_time()])
                 assert calls[what][who]() == stored
                 seconds[what][who].append(np.array([time.perf_counter(), time.process_time()]) - begun)
-            if what == "set" and order[-1] == "alone":  # whose headers have no checksums
+            if what == "set" and order[-1] != "guard":  # the others have no headers
                 backend.delete(keys)
                 assert guard.set(keys, views, places) == stored
     backend.clear()
@@ -95,10 +118,13 @@ def measure(url: str, size: int, pages: int, repeats: int, cold: Path | None = N
     name = url.partition(":")[0] + " cold" * (cold is not None)
     text = f"{name:>10} {pages:4} x {size >> 10:5} KiB"
     for what in ("get", "set"):
-        with_guard, alone = (seconds[what][who][2:] for who in ("guard", "alone"))
-        costs = 100 * (np.median(np.divide(with_guard, alone), axis=0) - 1)
+        alone, summed, guarded = (np.array(seconds[what][who][2:]) for who in ("alone", "summed", "guard"))
+        sums = 100 * (np.median(summed / alone, axis=0) - 1)
+        costs = 100 * (np.median(guarded / alone, axis=0) - 1)
         speed = pages * size / 1e9 / np.median(alone, axis=0)[0]
-        text += f"  {what} {speed:6.2f} GB/s {costs[0]:+7.1f} % cpu {costs[1]:+6.1f} %"
+        text += (
+            f"  {what} {speed:6.2f} GB/s {sums[0]:+6.1f} % guard {costs[0]:+6.1f} % cpu {costs[1]:+6.1f} %"
+        )
     return f"{text}   goal {GOALS.get(name, MEMORY_GOAL)}  load {os.getloadavg()[0]:.1f}"
 
 
