@@ -677,7 +677,10 @@ class MooncakeBackend(Backend):
         return [_length(found.get(key, ())) for key in keys]
 
     def set(self, batch: ObjectBatch) -> list[PageStatus]:
-        """Store objects. FULL: no segment has room at this moment; or somebody's write of this key hangs."""
+        """Store objects. FULL: no segment has room at this moment; or somebody's write of this key hangs.
+
+        HIT may also be one that another process is still writing: see `_confirm`.
+        """
         with self._calling() as started:
             moving = self._moving(batch, started)
             heard = moving.heard
