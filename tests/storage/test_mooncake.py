@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.storage.lateness import Lateness
@@ -25,8 +26,9 @@ from unified_cache.errors import ClosedError, StorageError
 from unified_cache.storage.backends.mooncake import _DOUBT_SECONDS, MooncakeBackend
 from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.breaker import Breaker
-from unified_cache.storage.contract import PageStatus
+from unified_cache.storage.contract import ObjectBatch, PageStatus
 from unified_cache.storage.guard import GRACE, StorageCounts, StorageGuard
+from unified_cache.storage.page_format import HEADER_BYTES
 from unified_cache.storage.urls import StorageUrl
 
 _MISSING = why_not_here()
@@ -432,6 +434,62 @@ def test_what_was_written_is_asked_for_while_a_write_may_hang(backend: MooncakeB
             assert asked() == 1
     finally:
         backend._store = store._store
+
+
+def test_flipped_bits_are_never_data(backend: MooncakeBackend) -> None:
+    """As tests/storage/test_bit_flips.py has it for the stores of one machine, of 10,000 pages."""
+    count, body, rounds = 250, 2048, 40
+    counts = StorageCounts()
+    guard = StorageGuard(backend, object_bytes=body, deadline=60, clock=lambda: 0.0, counts=counts)
+    rng = np.random.default_rng(7)
+    pages, read = rng.integers(0, 256, (2, count, body), np.uint8)
+    names = keys(count)
+
+    def objects(
+        headers: npt.NDArray[np.uint8], bodies: npt.NDArray[np.uint8], rows: list[int]
+    ) -> ObjectBatch:
+        own, some = headers[rows], bodies[rows]
+        places = (some.ctypes.data + np.arange(len(rows)) * body).astype(np.uint64)
+        sizes = np.full(len(rows), body, np.uint64)
+        views = [memoryview(row) for row in some]
+        return ObjectBatch(
+            [names[row] for row in rows], own, views, places, sizes, np.zeros(len(rows), np.uint64)
+        )
+
+    def call(what: str, rows: npt.NDArray[np.uint8]) -> list[PageStatus]:
+        places = (rows.ctypes.data + np.arange(count) * body).astype(np.uint64)
+        return getattr(guard, what)(names, [row.data for row in rows], places)  # type: ignore[no-any-return]
+
+    assert call("set", pages) == [HIT] * count
+    stored = objects(np.zeros((count, HEADER_BYTES), np.uint8), pages, list(range(count)))
+    assert backend.get(stored) == [HIT] * count
+    for _ in range(rounds):
+        rows = np.flatnonzero(rng.random(count) < 0.5).tolist()
+        headers, bodies = stored.headers.copy(), pages.copy()
+        for row, bit in zip(
+            rows, rng.integers(0, 8 * (HEADER_BYTES + body), len(rows)).tolist(), strict=True
+        ):
+            place, mask = bit >> 3, 1 << (bit & 7)
+            if place < HEADER_BYTES:
+                headers[row, place] ^= mask
+            else:
+                bodies[row, place - HEADER_BYTES] ^= mask
+        assert backend.delete([names[row] for row in rows]) == len(rows)
+        assert backend.set(objects(headers, bodies, rows)) == [HIT] * len(rows)
+        read[:] = 0xEE
+        statuses = call("get", read)
+        whole = sorted(set(range(count)) - set(rows))
+        assert all(statuses[row] is HIT for row in whole)
+        assert np.array_equal(read[whole], pages[whole])
+        # Damaged ones are out of the way, and can be written again.
+        assert {statuses[row] for row in rows} <= {PageStatus.CORRUPT, MISS}
+        gone = [row for row in rows if statuses[row] is PageStatus.CORRUPT]
+        assert backend.exists([[names[row]] for row in gone]) == [0] * len(gone)
+        backend.delete([names[row] for row in rows if row not in gone])
+        assert backend.set(objects(stored.headers, pages, rows)) == [HIT] * len(rows)
+    assert counts.as_dict()["storage_get_corrupt"] > 0.45 * 0.9 * rounds * count
+    assert call("get", read) == [HIT] * count
+    assert np.array_equal(read, pages)
 
 
 @pytest.mark.parametrize("deadline", [0.5, 1.0, 2.0])
