@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,11 @@ const MOST_TOGETHER: usize = 256;
 const DEPTH: usize = 128;
 /// Bytes that keep any disk busy, in two requests or more.
 const BUSY: usize = 1 << 20;
-/// What `seen` takes by what the disk takes, before any was measured, and the bounds within which that is believed.
-const FIRST_PACE: f32 = 0.5;
-const PACES: (f32, f32) = (1.0 / 32.0, 1.0);
+/// A pace of one: `seen` takes as long over a byte as the disk.
+const SAME_PACE: usize = 1024;
+/// The pace before any was measured, and the bounds within which one is believed.
+const FIRST_PACE: usize = SAME_PACE / 2;
+const PACES: (usize, usize) = (SAME_PACE / 32, SAME_PACE);
 /// A call with fewer bytes says nothing of it.
 const PACE_BYTES: usize = 4 << 20;
 
@@ -58,15 +60,15 @@ unsafe impl Sync for Body {}
 /// What the kernel keeps of requests that are under way: made when a call finds none that is idle, and kept for the next.
 pub struct Queue {
     idle: Mutex<Vec<Context>>,
-    /// The bits of an `f32`: what `seen` takes of a byte that was read by what the disk takes of it, in the last calls.
-    pace: AtomicU32,
+    /// What `seen` takes of a byte that was read by what the disk takes of it, in the last calls.
+    pace: AtomicUsize,
 }
 
 impl Queue {
     /// # Errors
     /// The kernel has no such thing, forbids it, or has no more of it (`fs.aio-max-nr`).
     pub fn new() -> io::Result<Self> {
-        Ok(Self { idle: Mutex::new(vec![Context::new()?]), pace: AtomicU32::new(FIRST_PACE.to_bits()) })
+        Ok(Self { idle: Mutex::new(vec![Context::new()?]), pace: AtomicUsize::new(FIRST_PACE) })
     }
 
     /// Moves bodies from or to a file that is open with `O_DIRECT`, all of them at once as far as the disk goes along.
@@ -102,7 +104,7 @@ impl Queue {
         let request_bytes = bodies.iter().map(|body| body.bytes).sum::<usize>() / groups.len().max(1);
         let mut call = Call { queue: self, context: Some(context), under_way: 0 };
         let mut next = 0;
-        let pace = (way == Way::Read && seen.is_some()).then(|| f32::from_bits(self.pace.load(Ordering::Relaxed)));
+        let pace = (way == Way::Read && seen.is_some()).then(|| self.pace.load(Ordering::Relaxed));
         let begun = Instant::now();
         let mut disk_time = Duration::ZERO;
         let mut seen_time = Duration::ZERO;
@@ -147,10 +149,9 @@ impl Queue {
     }
 
     /// Threads may overwrite what others have learned meanwhile: all of it is about the same disk.
-    fn learn(&self, pace: f32, bytes: usize, seen_time: Duration, disk_time: Duration) {
-        if bytes >= PACE_BYTES && !disk_time.is_zero() {
-            let now = (seen_time.as_secs_f32() / disk_time.as_secs_f32()).clamp(PACES.0, PACES.1);
-            self.pace.store((pace * 0.75 + now * 0.25).to_bits(), Ordering::Relaxed);
+    fn learn(&self, pace: usize, bytes: usize, seen_time: Duration, disk_time: Duration) {
+        if bytes >= PACE_BYTES {
+            self.pace.store(learned(pace, seen_time, disk_time), Ordering::Relaxed);
         }
     }
 
@@ -170,9 +171,16 @@ impl Queue {
 /// while `seen` is shown what has come. And as many as can be: each time that it has ended all it rests until it is asked for
 /// more. So `seen` is to take as long over those under way as the disk over what is left after them: `pace` is what `seen`
 /// takes of a byte by what the disk takes.
-fn depth(left: usize, request_bytes: usize, pace: f32) -> usize {
-    let share = (left as f32 / (1.0 + pace)) as usize;
+fn depth(left: usize, request_bytes: usize, pace: usize) -> usize {
+    let share = left * SAME_PACE / (SAME_PACE + pace);
     share.max(BUSY / request_bytes.max(1)).clamp(2, DEPTH)
+}
+
+/// The pace, a quarter of it that of a call in which `seen` and the disk took so long.
+fn learned(pace: usize, seen_time: Duration, disk_time: Duration) -> usize {
+    let now = seen_time.as_nanos() * SAME_PACE as u128 / disk_time.as_nanos().max(1);
+    let now = usize::try_from(now).unwrap_or(PACES.1).clamp(PACES.0, PACES.1);
+    (3 * pace + now) / 4
 }
 
 /// Bodies of one request each: neighbours in the file.
@@ -514,6 +522,53 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn as_much_is_under_way_as_seen_leaves_time_for() {
+        let mib = 1 << 20;
+        // As fast as the disk: half, while `seen` is at the other half.
+        assert_eq!(depth(64, mib, SAME_PACE), 32);
+        assert_eq!(depth(64, mib, SAME_PACE / 3), 48);
+        // At the end as much as keeps the disk busy, and never one alone.
+        assert_eq!(depth(3, mib / 4, SAME_PACE), 4);
+        assert_eq!(depth(1, 4 * mib, SAME_PACE), 2);
+        assert_eq!(depth(0, 0, SAME_PACE), DEPTH);
+        assert_eq!(depth(5000, mib, PACES.0), DEPTH);
+    }
+
+    #[test]
+    fn a_pace_is_learned_in_a_few_calls_whatever_one_of_them_says() {
+        let after = |calls: usize, from: usize, seen: u64, disk: u64| {
+            (0..calls)
+                .fold(from, |pace, _| learned(pace, Duration::from_micros(seen), Duration::from_micros(disk)))
+        };
+        assert!(after(1, FIRST_PACE, 100, 1000).abs_diff(FIRST_PACE) < FIRST_PACE / 4);
+        assert!(after(20, FIRST_PACE, 100, 1000).abs_diff(SAME_PACE / 10) < SAME_PACE / 100);
+        assert!(after(20, PACES.0, 500, 1000).abs_diff(SAME_PACE / 2) < SAME_PACE / 100);
+        for (seen, disk) in [(0, 1000), (1000, 0), (0, 0), (u64::MAX / 1_000_000, 1)] {
+            assert!((PACES.0..=PACES.1).contains(&after(100, FIRST_PACE, seen, disk)), "{seen} {disk}");
+        }
+    }
+
+    #[test]
+    fn a_read_that_is_shown_is_learned_from() {
+        let Some(queue) = queue() else { return };
+        let content = content(PACE_BYTES);
+        let file = file(&content);
+        let places: Vec<(u64, usize)> = (0..64).map(|at| (at << 16, PACE_BYTES / 64)).collect();
+        let mut memory = vec![0; PACE_BYTES];
+        let bodies = bodies(&mut memory, &places);
+        let transfer = |way, bodies: &[Body], seen: Option<&mut dyn FnMut(usize)>| {
+            // SAFETY: the bodies are parts of `memory`, one after the other.
+            unsafe { queue.transfer(file.as_raw_fd(), way, bodies, seen) };
+            queue.pace.load(Ordering::Relaxed)
+        };
+        assert_eq!(transfer(Way::Read, &bodies, None), FIRST_PACE);
+        assert_eq!(transfer(Way::Write, &bodies, Some(&mut |_| {})), FIRST_PACE);
+        assert_eq!(transfer(Way::Read, &bodies[1..], Some(&mut |_| {})), FIRST_PACE);
+        // Hardly anything was done with it.
+        assert!(transfer(Way::Read, &bodies, Some(&mut |_| {})) < FIRST_PACE);
     }
 
     #[test]
