@@ -119,7 +119,8 @@ impl Queue {
             // SAFETY: this function's contract; `pieces` and `requests` stay where they are.
             unsafe { call.submit(&mut requests, &mut next, depth) };
             if call.under_way == 0 && unseen.is_empty() {
-                if let Some(pace) = pace {
+                // One that went wrong says nothing of the disk.
+                if let Some(pace) = pace.filter(|_| moved.iter().all(|&all| all)) {
                     self.learn(pace, bodies.iter().map(|body| body.bytes).sum(), seen_time, disk_time);
                 }
                 return moved;
@@ -552,6 +553,27 @@ mod tests {
     }
 
     #[test]
+    fn a_few_bodies_that_are_larger_than_what_keeps_a_disk_busy() {
+        let Some(queue) = queue() else { return };
+        const BYTES: usize = 4 * BUSY;
+        let file = file(&content(5 * BYTES));
+        let mut memory = vec![0; 5 * BYTES];
+        for count in 1..=5 {
+            for pace in [PACES.0, PACES.1] {
+                let places: Vec<(u64, usize)> = (0..count).map(|at| ((at * BYTES) as u64, BYTES)).collect();
+                let bodies = bodies(&mut memory, &places);
+                queue.pace.store(pace, Ordering::Relaxed);
+                let mut seen = vec![0; count];
+                let mut show = |at: usize| seen[at] += 1;
+                // SAFETY: the bodies are parts of `memory`, one after the other.
+                let moved = unsafe { queue.transfer(file.as_raw_fd(), Way::Read, &bodies, Some(&mut show)) };
+                assert_eq!(moved, vec![true; count]);
+                assert_eq!(seen, vec![1; count]);
+            }
+        }
+    }
+
+    #[test]
     fn a_read_that_is_shown_is_learned_from() {
         let Some(queue) = queue() else { return };
         let content = content(PACE_BYTES);
@@ -567,6 +589,14 @@ mod tests {
         assert_eq!(transfer(Way::Read, &bodies, None), FIRST_PACE);
         assert_eq!(transfer(Way::Write, &bodies, Some(&mut |_| {})), FIRST_PACE);
         assert_eq!(transfer(Way::Read, &bodies[1..], Some(&mut |_| {})), FIRST_PACE);
+        // One that is refused, or ends too early, was not a read.
+        let seen = &mut |_| {};
+        // SAFETY: as above.
+        unsafe { queue.transfer(-1, Way::Read, &bodies, Some(seen)) };
+        assert_eq!(queue.pace.load(Ordering::Relaxed), FIRST_PACE);
+        let mut late = bodies.clone();
+        late[63].offset += 1;
+        assert_eq!(transfer(Way::Read, &late, Some(&mut |_| {})), FIRST_PACE);
         // Hardly anything was done with it.
         assert!(transfer(Way::Read, &bodies, Some(&mut |_| {})) < FIRST_PACE);
     }

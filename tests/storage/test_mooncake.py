@@ -187,6 +187,16 @@ def test_calls_without_objects(backend: MooncakeBackend) -> None:
     backend.register(memoryview(b""))
 
 
+def test_bodies_of_no_bytes(backend: MooncakeBackend) -> None:
+    memory = Memory(3, 16)
+    names = ["a", "b", "c"]
+    assert backend.set(memory.fill(names, [0, 0, 0])) == [HIT] * 3
+    memory.wipe()
+    assert backend.get(memory.batch(names, [0, 0, 0])) == [HIT] * 3
+    assert all(memory.holds(row, key, 0) for row, key in enumerate(names))
+    assert (memory.bodies == 0xEE).all()
+
+
 def test_another_process_reads_what_this_one_wrote(servers: tuple[Master, Owner]) -> None:
     master, _ = servers
     backend = opened(master)
@@ -391,6 +401,7 @@ class Asked:
         self._store = store
         self.asked = 0
         self.answer: list[int] = []
+        self.fails = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -402,6 +413,9 @@ class Asked:
 
     def batch_put_from_multi_buffers(self, *arguments: Any) -> list[int]:
         """What it is told to answer, once."""
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("as a client may")
         codes = list(self._store.batch_put_from_multi_buffers(*arguments))
         codes, self.answer = self.answer or codes, []
         return codes
@@ -418,6 +432,7 @@ def test_what_was_written_is_asked_for_while_a_write_may_hang(backend: MooncakeB
         backend.set(memory.fill([f"k{number}-{row}" for row in range(3)]))
         return store.asked - before
 
+    assert _DOUBT_SECONDS > 30  # so long the master keeps a write that hangs
     backend._store = store = Asked(backend._store)
     try:
         assert asked() == 1  # whoever was here before may have died in a write
@@ -429,6 +444,15 @@ def test_what_was_written_is_asked_for_while_a_write_may_hang(backend: MooncakeB
         assert asked() == 1
         backend._doubted -= 2 * _DOUBT_SECONDS
         assert asked() == 0
+        # Fewer answers than objects, or none, say nothing of any.
+        with pytest.raises(ValueError, match="shorter"):
+            asked(0)
+        assert asked() == 0
+        store.fails = True
+        with pytest.raises(RuntimeError):
+            asked()
+        assert asked() == 1
+        backend._doubted -= 2 * _DOUBT_SECONDS
         if not backend._settings.client:  # it would get a new client
             backend._lose()
             assert asked() == 1

@@ -138,6 +138,19 @@ def test_an_owner_that_took_another_s_place_is_known_by_its_own_connection(packa
     backend.close()
 
 
+def test_a_line_ends_with_the_process_at_its_other_end() -> None:
+    here, there = socket.socketpair()
+    line = mooncake._Line(here)
+    assert not line.ended
+    there.send(b"something")
+    assert not line.ended
+    there.close()
+    wait_until(lambda: line.ended, "what was sent is read")
+    assert line.ended
+    line.close()
+    assert line.ended
+
+
 class Reads:
     """Reads of one object each, on threads of their own."""
 

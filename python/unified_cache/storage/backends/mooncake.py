@@ -32,6 +32,7 @@ from unified_cache.errors import ClosedError, StorageError
 from unified_cache.storage.backends.mooncake_settings import (
     MooncakeSettings,
     client_environment,
+    number_in,
     own_address,
     parse_address,
     set_environment,
@@ -66,7 +67,7 @@ _READ_STATUS = {
 }
 _WRITE_STATUS = {0: PageStatus.HIT, _NO_ROOM: PageStatus.FULL, _NO_REPLY: PageStatus.TIMEOUT}
 
-_TURN = 1.1  # of the deadline: when the last native call of a call has to end
+_TURN = 1.05  # of the deadline: when the last native call of a call has to end
 _HEADER_BYTES = 1 << 20  # registered memory for the headers of one native call
 _LOCAL_BUFFER = 16 << 20  # the client's own scratch memory; batches do not go through it
 _MOST_PAGES = 128  # in one native call
@@ -245,10 +246,10 @@ class MooncakeBackend(Backend):
         self._moved = [[0, 0] for _ in range(1 if self._paced else 2)]
         self._kept: list[npt.NDArray[np.uint8]] = []
         environment = client_environment(self._deadline) | os.environ
-        self._answer_seconds = int(environment["MC_RPC_TIMEOUT_MS"]) / 1000  # that the master may take
+        self._answer_seconds = number_in(environment, "MC_RPC_TIMEOUT_MS") / 1000  # that the master may take
         self._pages, self._call_seconds = self._call_limits(environment)
         # A transfer that failed after fewer seconds was not given up for want of progress.
-        self._stall = 0.9 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        self._stall = 0.9 * number_in(environment, "MC_TCP_PROGRESS_TIMEOUT_SEC")
         self._reach().close()
         self._store = self._connect()
         self._blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
@@ -284,10 +285,10 @@ class MooncakeBackend(Backend):
         """Objects in one native call, and the seconds that it takes if an owner hangs."""
         if not self._paced:
             return _MOST_PAGES, 0.0
-        wait = int(environment["MC_TCP_ADMISSION_TIMEOUT_MS"]) / 1000
-        lanes = int(environment["MC_TCP_LANES_PER_PEER"])
-        queued = int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"])
-        stall = 2 * int(environment["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        wait = number_in(environment, "MC_TCP_ADMISSION_TIMEOUT_MS") / 1000
+        lanes = max(1, number_in(environment, "MC_TCP_LANES_PER_PEER"))
+        queued = number_in(environment, "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER")
+        stall = 2 * number_in(environment, "MC_TCP_PROGRESS_TIMEOUT_SEC")
         return _MOST_PACED_PAGES, wait + stall * ((lanes + queued) // lanes)
 
     def _reach(self) -> socket.socket:
@@ -683,13 +684,10 @@ class MooncakeBackend(Backend):
         """
         with self._calling() as started:
             moving = self._moving(batch, started)
-            heard = moving.heard
             for part in self._parts(moving, list(range(len(batch)))):
                 if not self._set_part(moving, part):
                     break
-            self._hear(heard)
-            if len(heard) < len(batch) or not {0, _NO_ROOM}.issuperset(heard):
-                self._doubted = time.monotonic()
+            self._hear(moving.heard)
             if time.monotonic() < self._doubted + _DOUBT_SECONDS:
                 self._confirm(batch.keys, moving.statuses)
         return moving.statuses
@@ -711,11 +709,16 @@ class MooncakeBackend(Backend):
             block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[_run(rows)]
             begun = time.monotonic()
             keys = _picked(batch.keys, rows)
-            codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
+            codes: list[int] = []
+            try:
+                codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
+            finally:
+                if not codes or not {0, _NO_ROOM}.issuperset(codes):
+                    self._doubted = time.monotonic()  # before somebody else is given this memory
             stalled = self._paced and time.monotonic() - begun > self._stall
             self._look_at(moving, codes, block, addresses)
         late = False
-        if not any(codes):  # as a rule
+        if codes.count(0) == len(rows):  # as a rule
             statuses[rows[0] : rows[-1] + 1] = [PageStatus.HIT] * len(rows)
             return True
         for row, code in zip(rows, codes, strict=True):
@@ -734,8 +737,9 @@ class MooncakeBackend(Backend):
 
         This is a round trip, a fifth of what 8 MiB take over shared memory. So it is made while there may be
         such writes of our own: a while after anything has failed, and after the start, since the process
-        before this one may have died in one. Another's that hangs and of which nothing was noticed here
-        counts as stored: a later get of it is a miss.
+        before this one may have died in one. What else is under way counts as stored: another process's
+        write, also if it hangs and nothing of that was noticed here, and that of a call on another thread. If
+        nothing comes of it, a later get is a miss.
         """
         rows = [row for row, status in enumerate(statuses) if status is PageStatus.HIT]
         end = time.monotonic() + _OTHER_WRITER_SECONDS
@@ -776,11 +780,11 @@ class MooncakeBackend(Backend):
 
     @contextmanager
     def _block(self, moving: _Moving) -> Iterator[_Block | None]:
-        """Memory for a native call, once it is free; None if the call could not end in time any more."""
-        # The client's limits add up to less than the deadline. Of the fifth that a call may take beyond it
-        # half is for its turn, half for a machine that wakes it late. Of a short deadline nothing is left for
-        # its turn, since the client counts in whole seconds: it has to come soon then, but may be made.
-        latest = moving.started + max(_TURN * self._deadline - self._call_seconds, self._deadline / 8)
+        """Memory for a native call, once it is free; None if there is no time for the call any more."""
+        # The client's limits add up to less than the deadline. Beyond it a call is given up at 15 %, by the
+        # guard: a third of that is for its turn, the rest for a machine that wakes it late. Of a short
+        # deadline these limits, in whole seconds, leave nothing, and calls are made in its first half.
+        latest = moving.started + max(_TURN * self._deadline - self._call_seconds, self._deadline / 2)
         block = None
         try:
             wait = latest - time.monotonic()

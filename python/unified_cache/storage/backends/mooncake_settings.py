@@ -5,13 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from unified_cache.errors import StorageError
 from unified_cache.storage.urls import StorageUrl
 
-__all__ = ["MooncakeSettings", "client_environment", "own_address", "parse_address", "set_environment"]
+__all__ = [
+    "MooncakeSettings",
+    "client_environment",
+    "number_in",
+    "own_address",
+    "parse_address",
+    "set_environment",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +135,20 @@ def set_environment(deadline: float) -> None:
                 deadline,
                 value,
             )
+
+
+def number_in(environment: Mapping[str, str], name: str) -> int:
+    """What a variable of the client's says.
+
+    Raises:
+        StorageError: it is no whole number.
+    """
+    text = environment[name]
+    if not text.isdecimal():
+        raise StorageError(
+            f"{name}={text!r} is set in the environment: it must be a whole number, or not be set"
+        )
+    return int(text)
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
