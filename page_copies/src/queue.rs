@@ -554,8 +554,8 @@ mod tests {
 
     #[test]
     fn a_few_bodies_that_are_larger_than_what_keeps_a_disk_busy() {
-        let Some(queue) = queue() else { return };
         const BYTES: usize = 4 * BUSY;
+        let Some(queue) = queue() else { return };
         let file = file(&content(5 * BYTES));
         let mut memory = vec![0; 5 * BYTES];
         for count in 1..=5 {

@@ -699,6 +699,16 @@ def test_without_the_http_port_there_are_no_keys_and_no_numbers(servers: tuple[M
         backend.close()
 
 
+def test_a_setting_of_the_environment_that_is_no_number(
+    servers: tuple[Master, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "soon")
+    with pytest.raises(
+        StorageError, match="MC_RPC_TIMEOUT_MS='soon' is set in the environment: it must be a"
+    ):
+        opened(servers[0])
+
+
 def test_what_the_environment_says_stays(
     servers: tuple[Master, Owner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
