@@ -67,7 +67,7 @@ _READ_STATUS = {
 }
 _WRITE_STATUS = {0: PageStatus.HIT, _NO_ROOM: PageStatus.FULL, _NO_REPLY: PageStatus.TIMEOUT}
 
-_TURN = 1.05  # of the deadline: when the last native call of a call has to end
+_TURN = 1.1  # of the deadline: when the last native call of a call has to end
 _HEADER_BYTES = 1 << 20  # registered memory for the headers of one native call
 _LOCAL_BUFFER = 16 << 20  # the client's own scratch memory; batches do not go through it
 _MOST_PAGES = 128  # in one native call
@@ -782,9 +782,12 @@ class MooncakeBackend(Backend):
     def _block(self, moving: _Moving) -> Iterator[_Block | None]:
         """Memory for a native call, once it is free; None if there is no time for the call any more."""
         # The client's limits add up to less than the deadline. Beyond it a call is given up at 15 %, by the
-        # guard: a third of that is for its turn, the rest for a machine that wakes it late. Of a short
-        # deadline these limits, in whole seconds, leave nothing, and calls are made in its first half.
-        latest = moving.started + max(_TURN * self._deadline - self._call_seconds, self._deadline / 2)
+        # guard: two thirds of that are for its turn, the rest for a machine that wakes it late.
+        patience = _TURN * self._deadline - self._call_seconds
+        if self._call_seconds >= self._deadline:
+            # A short one: these limits, in whole seconds, are longer. In its first half calls are made.
+            patience = self._deadline / 2
+        latest = moving.started + patience
         block = None
         try:
             wait = latest - time.monotonic()
