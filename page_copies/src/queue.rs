@@ -129,7 +129,8 @@ impl Queue {
                 // Nobody can tell what has ended.
                 return vec![false; bodies.len()];
             };
-            if !ended.is_empty() {
+            let news = !ended.is_empty();
+            if news {
                 disk_time = begun.elapsed();
             }
             for (at, result) in ended {
@@ -140,6 +141,9 @@ impl Queue {
                         unseen.push_back(at);
                     }
                 }
+            }
+            if news && next < requests.len() {
+                continue; // the disk may have nothing to do just now
             }
             if let (Some(at), Some(seen)) = (unseen.pop_front(), &mut seen) {
                 let start = Instant::now();

@@ -714,7 +714,7 @@ class MooncakeBackend(Backend):
                 codes = self._store.batch_put_from_multi_buffers(keys, addresses, lengths)
             finally:
                 if not codes or not {0, _NO_ROOM}.issuperset(codes):
-                    self._doubted = time.monotonic()  # before somebody else is given this memory
+                    self._doubted = time.monotonic()  # before another call writes
             stalled = self._paced and time.monotonic() - begun > self._stall
             self._look_at(moving, codes, block, addresses)
         late = False
