@@ -695,17 +695,17 @@ class MooncakeBackend(Backend):
     def _set_part(self, moving: _Moving, rows: list[int]) -> bool:
         """Store some objects that follow each other; False: out of time."""
         batch, header, sizes, statuses = moving.batch, moving.header, moving.sizes, moving.statuses
+        if moving.bounced or batch.checksums is not None:
+            sources = [batch.bodies[row][: sizes[row]] for row in rows]
+        if batch.checksums is not None and not moving.bounced:
+            batch.checksums.make(rows, sources)  # while another call may be under way
         with self._block(moving) as block:
             if block is None:
                 return False
             addresses, lengths = self._pieces(moving, rows, block)
-            if moving.bounced or batch.checksums is not None:
-                sources = [batch.bodies[row][: sizes[row]] for row in rows]
             if moving.bounced:
                 targets = [block.body(place, batch, size) for place, size in enumerate(map(len, sources))]
                 copy_bodies(batch.checksums, rows, targets, sources)
-            elif batch.checksums is not None:
-                batch.checksums.make(rows, sources)
             block.headers[: len(rows) * header].reshape(len(rows), header)[:] = batch.headers[_run(rows)]
             begun = time.monotonic()
             keys = _picked(batch.keys, rows)
