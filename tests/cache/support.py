@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -156,6 +157,16 @@ def serve(
     cache.tick()
     from_storage = min(request.storage_hit_length, loaded)
     return on_device, loaded - from_storage, from_storage
+
+
+def until(so: Callable[[], object], cache: UnifiedCache, seconds: float = 30) -> None:
+    """Tick until something is so; an AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < end
+        cache.tick()
+        if cache._storage is not None:
+            cache._storage.wait(0.005)
 
 
 def assert_nothing_held(cache: UnifiedCache) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from tests.cache.support import (
     make_cache,
     serve,
     toks,
+    until,
     with_manual_threads,
 )
 from unified_cache import ArgumentError, BusyError, Request, UnifiedCache
@@ -320,16 +321,6 @@ def hang_in(cache: UnifiedCache, store: Hanging, call: str) -> Request:
     request = cache.begin(toks(LONG))
     until(lambda: store.inside.acquire(blocking=False), cache)
     return request
-
-
-def until(so: Callable[[], object], cache: UnifiedCache) -> None:
-    """Tick until something is so."""
-    end = time.monotonic() + 30
-    while not so():
-        assert time.monotonic() < end
-        cache.tick()
-        if cache._storage is not None:
-            cache._storage.wait(0.005)
 
 
 def on(store: Hanging, **settings: Any) -> tuple[UnifiedCache, Clock]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -9,12 +10,23 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-__all__ = ["MASTER", "Master", "Owner", "Process", "free_port", "wait_until", "why_not_here"]
+from unified_cache.storage.backends.mooncake_settings import client_environment
+
+__all__ = [
+    "MASTER",
+    "Master",
+    "Owner",
+    "Process",
+    "environment_kept",
+    "free_port",
+    "wait_until",
+    "why_not_here",
+]
 
 MASTER = "127.0.0.1"
 _READY = 20.0  # seconds; the slowest start that was seen took 3
@@ -30,6 +42,18 @@ def why_not_here() -> str | None:
     except OSError as error:
         return f"{error}: apt-get install libibverbs1"
     return None
+
+
+@contextlib.contextmanager
+def environment_kept(deadline: float) -> Iterator[None]:
+    """What backends of this deadline set for their client goes again."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in client_environment(deadline):
+            if name not in before:
+                os.environ.pop(name, None)
 
 
 def free_port() -> int:

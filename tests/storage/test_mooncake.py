@@ -20,7 +20,7 @@ import pytest
 
 from tests.storage.lateness import Lateness
 from tests.storage.mooncake_objects import HEADER, Call, Caller, Memory, content
-from tests.storage.mooncake_server import Master, Owner, free_port, wait_until, why_not_here
+from tests.storage.mooncake_server import Master, Owner, environment_kept, free_port, wait_until, why_not_here
 from tests.storage.support import BYTES, Pages, keys
 from unified_cache.errors import ClosedError, StorageError
 from unified_cache.storage.backends.mooncake import _DOUBT_SECONDS, MooncakeBackend
@@ -42,11 +42,8 @@ HIT, MISS, FULL = PageStatus.HIT, PageStatus.MISS, PageStatus.FULL
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     """What the backend sets for its client goes again."""
-    before = dict(os.environ)
-    yield
-    for name in client_environment(DEADLINE):
-        if name not in before:
-            os.environ.pop(name, None)
+    with environment_kept(DEADLINE):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
+from tests.storage.mooncake_server import Master, Owner, environment_kept, wait_until, why_not_here
 from unified_cache.storage.backends.mooncake import MooncakeBackend
-from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.conformance import BackendConformance
 from unified_cache.storage.contract import Backend
 from unified_cache.storage.urls import StorageUrl
@@ -35,12 +33,8 @@ class MooncakeConformance(BackendConformance):
     @classmethod
     def servers(cls) -> Iterator[None]:
         """The processes; and the environment as it was."""
-        before = dict(os.environ)
-        with Master() as cls.master, Owner(cls.master) as cls.owner:
+        with environment_kept(DEADLINE), Master() as cls.master, Owner(cls.master) as cls.owner:
             yield
-        for name in client_environment(DEADLINE):
-            if name not in before:
-                os.environ.pop(name, None)
 
     def open(self, folder: Path) -> Backend:
         """A client of the one master."""

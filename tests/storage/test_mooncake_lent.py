@@ -18,7 +18,7 @@ import pytest
 
 from tests.cache.support import PAGE, assert_nothing_held, make_cache, make_pool, serve, toks
 from tests.storage.mooncake_objects import Memory
-from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
+from tests.storage.mooncake_server import Master, Owner, environment_kept, wait_until, why_not_here
 from unified_cache import UnifiedCache
 from unified_cache.errors import ClosedError, StorageError
 from unified_cache.storage.backends.mooncake import MooncakeBackend
@@ -38,11 +38,8 @@ KEYS = [f"k{row}" for row in range(COUNT)]
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     """What the backend sets for its client goes again."""
-    before = dict(os.environ)
-    yield
-    for name in client_environment(DEADLINE):
-        if name not in before:
-            os.environ.pop(name, None)
+    with environment_kept(DEADLINE):
+        yield
 
 
 @pytest.fixture(scope="module")

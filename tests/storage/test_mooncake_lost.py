@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.storage.mooncake_objects import HEADER, Memory, content
-from tests.storage.mooncake_server import MASTER, wait_until
+from tests.storage.mooncake_server import MASTER, environment_kept, wait_until
 from unified_cache.errors import StorageError
 from unified_cache.storage.backends import mooncake
 from unified_cache.storage.backends.mooncake import MooncakeBackend
-from unified_cache.storage.backends.mooncake_settings import MooncakeSettings, client_environment
+from unified_cache.storage.backends.mooncake_settings import MooncakeSettings
 from unified_cache.storage.contract import PageStatus
 
 DEADLINE = 10.0
@@ -100,13 +99,10 @@ class Owner:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
     """In the place of the installed one; what the backend sets for its client goes again."""
-    before = dict(os.environ)
     package = Package()
     monkeypatch.setattr(mooncake, "_client_module", lambda: package)
-    yield package
-    for name in client_environment(DEADLINE):
-        if name not in before:
-            os.environ.pop(name, None)
+    with environment_kept(DEADLINE):
+        yield package
 
 
 def opened(owner: Owner) -> MooncakeBackend:

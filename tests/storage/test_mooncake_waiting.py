@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.cache.support import PAGE, assert_nothing_held, make_cache, serve, toks
+from tests.cache.support import PAGE, assert_nothing_held, make_cache, serve, toks, until
 from tests.storage.lateness import Lateness
-from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
+from tests.storage.mooncake_server import Master, Owner, environment_kept, wait_until, why_not_here
 from unified_cache import UnifiedCache
 from unified_cache.storage.backends.mooncake import MooncakeBackend
-from unified_cache.storage.backends.mooncake_settings import client_environment
 from unified_cache.storage.guard import GRACE
 
 _MISSING = why_not_here()
@@ -28,11 +26,8 @@ TOKENS = toks(PAGES * PAGE + 1)
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     """What the backend sets for its client goes again."""
-    before = dict(os.environ)
-    yield
-    for name in client_environment(DEADLINE):
-        if name not in before:
-            os.environ.pop(name, None)
+    with environment_kept(DEADLINE):
+        yield
 
 
 def backend_of(cache: UnifiedCache) -> MooncakeBackend:
@@ -40,16 +35,6 @@ def backend_of(cache: UnifiedCache) -> MooncakeBackend:
     backend = cache._storage.guard.backend
     assert isinstance(backend, MooncakeBackend)
     return backend
-
-
-def until(so: Callable[[], object], cache: UnifiedCache, seconds: float = 40) -> None:
-    """Tick until something is so."""
-    end = time.monotonic() + seconds
-    while not so():
-        assert time.monotonic() < end
-        cache.tick()
-        assert cache._storage is not None
-        cache._storage.wait(0.005)
 
 
 def stored(cache: UnifiedCache) -> bool:

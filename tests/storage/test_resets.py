@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cache.support import PAGE, Clock, assert_nothing_held, make_cache, serve, toks
+from tests.cache.support import PAGE, Clock, assert_nothing_held, make_cache, serve, toks, until
 from tests.storage.mooncake_server import Master, Owner, wait_until, why_not_here
-from unified_cache import UnifiedCache
 from unified_cache.storage.backends.memory import Fault, MemoryBackend
 from unified_cache.storage.backends.pages import PagesBackend
 from unified_cache.storage.backends.shm import ShmBackend
@@ -142,15 +140,6 @@ def opened(scheme: str, folder: Path, stack: ExitStack) -> tuple[Backend, Callab
 
 def threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("unified-cache"))
-
-
-def until(so: Callable[[], object], cache: UnifiedCache) -> None:
-    end = time.monotonic() + 60
-    while not so():
-        assert time.monotonic() < end
-        cache.tick()
-        if cache._storage is not None:
-            cache._storage.wait(0.005)
 
 
 @pytest.mark.parametrize("call", ["get", "set"])

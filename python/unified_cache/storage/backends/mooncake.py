@@ -842,7 +842,7 @@ class MooncakeBackend(Backend):
         if moving.bounced:
             base, step = block.body_address, _step(moving.batch)
             bodies = [base + place * step for place in range(len(rows))]
-        if (size := sizes[rows[0]]) and sizes.count(size) == len(sizes):  # as a rule, and a third of the time
+        if (size := sizes[rows[0]]) and sizes.count(size) == len(sizes):  # as a rule, and half of the time
             return list(zip(heads, bodies, strict=True)), [(header, size)] * len(rows)
         # A piece of no bytes is refused.
         addresses = [
